@@ -3,6 +3,13 @@
 
 include(CMakePackageConfigHelpers)
 
+# A library that is built with glibc 2.34 or later, or by zig, may be linked with an earlier glibc,
+# whose threads are in a library of their own.
+set(fdma_thread_libs "${CMAKE_THREAD_LIBS_INIT}")
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
+  set(fdma_thread_libs -pthread)
+endif()
+
 # Targets that `cmake --install` needs.
 add_custom_target(fdma_installed DEPENDS fdma_shared fdma_static)
 
@@ -11,7 +18,7 @@ install(TARGETS fdma_shared EXPORT fdma LIBRARY DESTINATION "${CMAKE_INSTALL_LIB
         RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 # With CUDA kernels it links against the static runtime of this machine's toolkit, so wheels lack it.
 if(NOT SKBUILD OR NOT fdma_has_cuda)
-  separate_arguments(private_libs UNIX_COMMAND "${CMAKE_THREAD_LIBS_INIT} ${fdma_private_libs}")
+  separate_arguments(private_libs UNIX_COMMAND "${fdma_thread_libs} ${fdma_private_libs}")
   target_link_libraries(fdma_static INTERFACE "$<INSTALL_INTERFACE:${private_libs}>")
   install(TARGETS fdma_static EXPORT fdma ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 endif()

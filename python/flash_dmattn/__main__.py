@@ -7,8 +7,8 @@
     python -m flash_dmattn --include-dir   the folder of fdma.h
 
 `info` prints the same as `fdma info` for the library that the package uses, and the versions of
-Python and PyTorch. The folders are in an installed package, where libfdma is beside fdma.h. Exit
-status: 0 done; 1 no library was found; 2 bad usage, or no such folder.
+Python and PyTorch, if there is one. The folders are in an installed package, where libfdma is
+beside fdma.h. Exit status: 0 done; 1 no library was found; 2 bad usage, or no such folder.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from . import _library, _repeat
+from . import _library
 
 DTYPES = {"f32": 1, "f16": 2, "bf16": 3, "f64": 4}  # fdma_dtype
 OPERATIONS = ("forward", "decode", "backward")
@@ -64,12 +62,19 @@ def describe(device: int) -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
+    try:
+        import torch
+
+        from . import _repeat
+    except ModuleNotFoundError:  # programs in C or JAX need none
+        versions: dict[str, Any] = {"torch": None, "extension_module": False}
+    else:
+        versions = {"torch": torch.__version__, "extension_module": _repeat.NATIVE is not None}
     return {
         "fdma": _library.version(),
         "library": str(_library.find()),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "extension_module": _repeat.NATIVE is not None,
+        **versions,
         "built_with_cuda": _library.has_cuda(),
         "devices": [describe(n) for n in range(_library.library.fdma_device_count())],
         "kernels": [kernel._asdict() for kernel in _library.kernels()],
@@ -77,11 +82,11 @@ def collect() -> dict[str, Any]:
 
 
 def lines_of(found: dict[str, Any]) -> list[str]:
-    module = "with" if found["extension_module"] else "without"
+    torch, module = found["torch"] or "none", "with" if found["extension_module"] else "without"
     width = max(len(kernel["name"]) for kernel in found["kernels"])
     lines = [
         f"fdma       {found['fdma']}, {found['library']}",
-        f"python     {found['python']}, torch {found['torch']}, {module} the extension module",
+        f"python     {found['python']}, torch {torch}, {module} the extension module",
     ]
     for number, device in enumerate(found["devices"]):
         where = f"cuda {number}" if number else "cpu"

@@ -167,11 +167,16 @@ def load(path: Path) -> ctypes.CDLL:
     """
     try:
         loaded = ctypes.CDLL(str(path))
-        for name, (result, arguments) in HEADER.functions.items():
-            function = getattr(loaded, name)
-            function.restype, function.argtypes = result, arguments
-    except (OSError, AttributeError) as error:
+    except OSError as error:
         raise ImportError(f"{path} cannot be used: {error}") from error
+    for name, (result, arguments) in HEADER.functions.items():
+        function = getattr(loaded, name, None)
+        if function is None:
+            raise ImportError(
+                f"{path} lacks {name}(): it is of another version than the package; build or "
+                "install both from the same sources"
+            )
+        function.restype, function.argtypes = result, arguments
     return loaded
 
 

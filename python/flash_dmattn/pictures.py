@@ -56,7 +56,9 @@ def check_index(name: str, value: Any, count: int, counted: str) -> int:
     if not _types.is_int(value):
         raise _types.refusal(name, value, "an int")
     if not 0 <= value < count:
-        raise ValueError(f"{name}: is {value}, want 0 to {count - 1}: there are {count} {counted}")
+        raise ValueError(
+            f"{name}: is {value}, want 0 to {count - 1}; the number of {counted} is {count}"
+        )
     return int(value)
 
 

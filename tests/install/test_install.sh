@@ -29,6 +29,12 @@ echo "pkg-config, static"
     "$libdir/libfdma.a" $(pkg-config --static --libs fdma | sed 's/-lfdma\b//')
 "$scratch/static"
 
+echo "the static library asks for threads, which glibc before 2.34 has in a library of their own"
+if [ "$(uname)" = Linux ]; then
+    pkg-config --static --libs fdma | grep -q -e -pthread
+    grep -q -e 'INTERFACE_LINK_LIBRARIES.*-pthread' "$(find "$prefix" -name fdma-targets.cmake)"
+fi
+
 echo "the soname: with the minor version while the major one is 0"
 number() { sed -n "s/^#define FDMA_VERSION_$1 //p" "$prefix/include/fdma.h"; }
 compatible=$(number MAJOR)

@@ -20,7 +20,7 @@ import numpy as np  # noqa: F401 (calls in messages.txt use it)
 import pytest
 import torch
 from flash_dmattn import _arguments, _library, ops, rotary
-from programs import ROOT, Done, output_of, python
+from programs import ROOT, Done, output_of, python, run
 
 QUERY, KEY = (1, 6, 4, 16), (1, 6, 2, 16)
 SCORE, LSE = (1, 2, 6), (1, 4, 6)
@@ -267,10 +267,13 @@ def package(tmp_path: Path) -> Path:
         (None, "ImportError: no library at .*; set FDMA_LIBRARY to where libfdma.so is"),
         ("nothing.so", "ImportError: FDMA_LIBRARY is .*nothing.so', which is not a file"),
         ("other.so", "ImportError: .*other.so cannot be used: .*"),
+        ("old.so", r"ImportError: \S*old.so lacks fdma_\w+\(\): it is of another version than .*"),
     ],
 )
 def test_no_library(library: str | None, words: str, package: Path) -> None:
     (package / "other.so").write_text("not a library")
+    source = 'const char *fdma_version(void) { return "0.1.0"; }'
+    output_of(run("cc", "-shared", "-fPIC", "-xc", "-", "-o", package / "old.so", input=source))
     done = import_package(package, library and package / library)
     assert done.returncode == 1
     assert re.fullmatch(words, done.stderr.splitlines()[-1])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from pathlib import Path
 
 import flash_dmattn
 import pytest
 import torch
 from flash_dmattn import __main__ as command
-from programs import python
+from programs import output_of, python
 from tool import run_tool
 
 
@@ -69,6 +72,20 @@ def test_without_a_library() -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("flash_dmattn: no library at ") and "; set FDMA_LIBRARY to" in line
     assert "Traceback" in python("-c", "import flash_dmattn", env={"FDMA_LIBRARY": None}).stderr
+
+
+def test_without_pytorch(tmp_path: Path) -> None:
+    """Programs in C or JAX need none."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('hidden', name='torch')")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+
+    def told(*arguments: str) -> str:
+        return output_of(python("-m", "flash_dmattn", *arguments, env=env))
+
+    assert told("version") == f"{flash_dmattn.__version__}\n"
+    found = json.loads(told("info", "--json"))
+    assert found["torch"] is None and not found["extension_module"] and found["kernels"]
+    assert "torch none, without the extension module" in told("info").splitlines()[1]
 
 
 def test_the_message_of_an_unknown_backend_names_it() -> None:

@@ -107,11 +107,11 @@ def test_examples(thing: Any) -> None:
 
 SELECTION = flash_dmattn.select(SCORES, WINDOW)
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"batch": 2}, ValueError, "batch: is 2, want 0 to 1: there are 2 sequences"),
+    ({"batch": 2}, ValueError, "batch: is 2, want 0 to 1; the number of sequences is 2"),
     ({"batch": "0"}, TypeError, "batch: is '0', a str, want an int"),
-    ({"kv_head": -1}, ValueError, "kv_head: is -1, want 0 to 2: there are 3 kv heads"),
+    ({"kv_head": -1}, ValueError, "kv_head: is -1, want 0 to 2; the number of kv heads is 3"),
     ({"rows": "queries"}, ValueError, "rows: is 'queries', want 'keys' or 'slots'"),
-    ({"slot": WINDOW}, ValueError, "slot: is 5, want 0 to 4: there are 5 slots"),
+    ({"slot": WINDOW}, ValueError, "slot: is 5, want 0 to 4; the number of slots is 5"),
     ({"texts": ["a"]}, ValueError, "texts: has 1 entries, want 60, one for each key"),
     ({"texts": "abc"}, TypeError, "texts: is 'abc', a str, want a list of str"),
     ({"axes": 1}, TypeError, "axes: is 1, an int, want matplotlib's Axes"),
