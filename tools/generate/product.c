@@ -13,7 +13,9 @@ enum {
     GROUP = 4,         // rows of w that a call of `dots` multiplies
     SUMS = 4,          // of a dot, so that additions need not wait for each other
     PANEL_VECTORS = 2, // of outputs in a panel
-    FEW_ROWS = 4,      // with fewer rows of x than this, packing panels does not pay
+    AHEAD = 4096,      // bytes of w from what a dot reads to what it fetches
+    CACHE_LINE = 64,
+    FEW_ROWS = 4, // with fewer rows of x than this, packing panels does not pay
     MOST_SUMS = 12 * 32,
 };
 

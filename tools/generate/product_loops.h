@@ -21,7 +21,8 @@ TARGET static inline NAME(lanes) NAME(load)(const char *w, bool is_bfloat16) {
     return (NAME(lanes))(__builtin_convertvector(*(const NAME(halves) *)w, NAME(words)) << 16);
 }
 
-/* A row after the other, so that the weights are read from first to last. */
+/* A row after the other, so that the weights are read from first to last. Many processors
+ * fetch nothing beyond a page themselves. */
 TARGET static inline void NAME(dots_of)(const float *x, const char *w, int64_t columns,
                                         bool is_bfloat16, float dots[GROUP]) {
     const int64_t size = is_bfloat16 ? 2 : 4, step = SUMS * NAME(count);
@@ -32,6 +33,8 @@ TARGET static inline void NAME(dots_of)(const float *x, const char *w, int64_t c
         for (; c + step <= columns; c += step)
             for (int s = 0; s < SUMS; s++) {
                 const int64_t at = c + s * (int64_t)NAME(count);
+                if (s * NAME(count) * size % CACHE_LINE == 0)
+                    __builtin_prefetch(row + at * size + AHEAD);
                 sums[s] +=
                     *(const NAME(floats) *)(x + at) * NAME(load)(row + at * size, is_bfloat16);
             }
