@@ -96,7 +96,8 @@ static cblas_sgemm find_blas(int threads, const char **name) {
     *(void **)&core_name = dlsym(library, "openblas_get_corename");
     if (set_threads != NULL)
         set_threads(threads);
-    *name = core_name != NULL ? core_name() : "OpenBLAS";
+    if (multiply_by != NULL)
+        *name = core_name != NULL ? core_name() : "OpenBLAS";
     return multiply_by;
 }
 
