@@ -301,12 +301,12 @@ LENGTHS, DECODED = [1, 64, 65, 300, 130, 7, 200], 12  # tokens of prompts, and a
 def serve_requests(
     model: Callable[..., torch.Tensor], prompts: list[torch.Tensor], kind: dict[str, Any]
 ) -> tuple[torch.Tensor, int]:
-    """Serve requests of different ages: the outputs of their last tokens, and in how many ways
-    steps were divided."""
+    """Serve requests of different ages: the outputs of their last tokens, and how many kinds of
+    steps there were."""
     device, server = kind["device"], Server(SMALL, len(prompts), kind)
     server.memory.fill_(77)  # pages are not cleared
     server.table.copy_(torch.arange(len(prompts), 0, -1))
-    passed, divisions = [0] * len(prompts), set()
+    passed, kinds = [0] * len(prompts), set()
     # As vLLM does: without a step, of many tokens, so that no graph is made for one token alone.
     model(*torch.zeros(2, 64, dtype=torch.int64, device=device))
     last: dict[int, torch.Tensor] = {}
@@ -317,10 +317,10 @@ def serve_requests(
         passed = [a + b for a, b in zip(passed, new)]
         server.begin(starts, passed)
         assert server.step is not None
-        divisions.add((len(server.step.rows), len(server.step.pieces) > 0))
+        kinds.add(server.step.requests is None)
         out = model(torch.cat(own).to(device), where.to(device))
         last.update({n: out[starts[n + 1] - 1].cpu() for n, more in enumerate(new) if more})
-    return torch.stack([last[n] for n in range(len(prompts))]), len(divisions)
+    return torch.stack([last[n] for n in range(len(prompts))]), len(kinds)
 
 
 def check_requests(device: str) -> dict[str, Any]:
@@ -332,7 +332,7 @@ def check_requests(device: str) -> dict[str, Any]:
     random = torch.Generator().manual_seed(5)
     prompts = [torch.randperm(VOCABULARY, generator=random)[: n + DECODED] for n in LENGTHS]
     model = make_model(SMALL, Attention, kind)
-    found, divisions = serve_requests(model, prompts, kind)
+    found, kinds = serve_requests(model, prompts, kind)
     traced, _ = serve_requests(compiled(model, "aot_eager"), prompts, kind)
     alone, wide = (make_model(SMALL, AloneAttention, kind) for _ in range(2))
     wide = wide.double().cpu()
@@ -344,7 +344,7 @@ def check_requests(device: str) -> dict[str, Any]:
         allowed = plain_allowance(plain, exact)
         require_close(found[number], exact, allowed, f"request {number}: outputs")
         worst = max(worst, (found[number].double() - exact).abs().max().item() / allowed)
-    row = {"row": "requests", "requests": len(prompts), "divisions of steps": divisions}
+    row = {"row": "requests", "requests": len(prompts), "kinds of steps": kinds}
     return {**row, "error, of allowed": worst, "traced, equal": torch.equal(traced, found)}
 
 

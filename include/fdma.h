@@ -868,9 +868,9 @@ typedef struct fdma_prefill_args {
  *             as fdma_decode(); it serves any starts of as many requests
  *  Edge       a request may have no tokens; rows of out and lse of a skipped request, and from the
  *             last start on, are not written. Requests of few tokens, up to 8 on the CPU and 64 on
- *             a device, run as in fdma_decode(): in one batch if they follow each other, have
- *             equally many tokens and, on a device, consecutive sequences. With pages a device
- *             takes longer ones 64 tokens at a time, too. A CUDA graph keeps starts and index
+ *             a device, run as in fdma_decode(): in one batch if they follow each other and have
+ *             equally many tokens. With pages a device takes longer ones 64 tokens at a time, too.
+ *             A CUDA graph keeps starts and index
  *  Errors     FDMA_INVALID_ARGUMENT also for starts that do not begin with 0, decrease or lead
  *             beyond the tokens, an index beyond the cache, a sequence that two requests have,
  *             without index more requests than sequences, a stream longer than INT32_MAX tokens,

@@ -123,6 +123,8 @@ static fdma_status run_prefill(prepared_call *call) {
     FDMA_TRY(choose_kernels(check_all, call));
     FDMA_TRY(run_steps(call));
     FDMA_TRY(fill_prompt_bias(whole));
+    if (whole->exec.device != FDMA_CPU)
+        FDMA_TRY(fdma_cuda_list_requests(whole));
     while (fdma_next_part(whole, &part)) {
         FDMA_TRY(prepare_part(&part, check_all, call));
         FDMA_TRY(run_part(call));

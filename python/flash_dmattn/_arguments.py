@@ -72,6 +72,9 @@ SHAPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("cache_key", "cache_value"), CACHE_SHAPE),
     **dict.fromkeys(("cache_bias", "cache_score", "cache_position"), CACHE_TABLE_SHAPE),
     "cache_seen": ("sequences",),
+    **dict.fromkeys(("packed_query", "packed_out"), ("tokens", *QUERY_SHAPE[2:])),
+    **dict.fromkeys(("packed_key", "packed_value"), ("tokens", *KEY_SHAPE[2:])),
+    "packed_score": ("kv_heads", "tokens"),
     "cache_page_table": ("sequences", "sequence_pages"),
     **dict.fromkeys(("x", "rotated"), ("batch", "len", "heads", "head_dim")),
     "rotated_key": KEY_SHAPE,
@@ -113,6 +116,8 @@ FIELDS = {
     "cache_page_table": "cache.page_table",
     **{f"cache_{name}": f"cache.table.{name}" for name in ("score", "position", "seen")},
     **{f"{name}_in": f"table_in.{name}" for name in ("score", "position", "seen")},
+    **{f"packed_{name}": name[0] for name in ("query", "key", "value")},
+    **{f"packed_{name}": name for name in ("score", "out")},
     "copy_from": "from",
     "copy_to": "to",
     "expiry_all": "expiry",
@@ -128,6 +133,7 @@ SHOWN = {
     **OF_SELECTION,
     **{f"{name}_all": shown for name, shown in OF_SELECTION.items()},
     **{name: name.replace("_", ".", 1) for name in SHAPES if name.startswith("cache_")},
+    **{name: name[7:] for name in SHAPES if name.startswith("packed_")},
     "rotary": "table",
     "row_positions": "length",
 }
@@ -142,7 +148,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # Tensors that have one dtype in a call.
 OF_ONE_DTYPE = (
     *("query", "key", "value", "out_a", "out_b", "key_carried", "value_carried"),
-    *("cache_key", "cache_value"),
+    *("packed_query", "packed_key", "packed_value", "packed_out", "cache_key", "cache_value"),
 )
 NO_CUDA = (
     "but this build of flash_dmattn has no CUDA kernels; install it anew where nvcc is found: "

@@ -445,6 +445,24 @@ def call(operator: Operator, arguments: tuple[Any, ...]) -> Returned:
     return unpack(tuple(prepared.run()))
 
 
+def call_with_lists(
+    operation: Operation,
+    inputs: tuple[MaybeTensor, ...],
+    options: tuple[Any, ...],
+    lists: dict[str, Any],
+) -> None:
+    """Make a call that writes to its inputs. `lists` has arrays of ctypes, by their fields.
+
+    Raises:
+        As call().
+    """
+    prepared, given = find(operation, inputs, options, None)
+    prepared.set_addresses(given)
+    for name, numbers in lists.items():
+        setattr(prepared.args, name, numbers)
+    prepared.run()
+
+
 def make_mask_lists(
     attention: Operation,
     given: dict[str, MaybeTensor],

@@ -6,15 +6,18 @@ many there are. fdma.h, "Streams", says which these are and why no others are ne
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
-from . import _arguments, _types, cache_state, ops
+from . import _arguments, _call, _types, cache_state, ops
 from ._arguments import MaybeTensor, autocast, finish, kernel_scale, pad_head_dim, refuse_tangents
 from ._signatures import BiasForm, DecodeKeywords
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Unpack
 
 TOKENS_MAX = 64  # new tokens in one decode()
@@ -365,3 +368,55 @@ def bias_of(score: torch.Tensor, bias_form: str) -> MaybeTensor:
     if bias_form == "none":
         return None
     return score.exp() if bias_form == "exp" else score
+
+
+# ---- packed tokens of many streams ----
+
+
+class Requests(NamedTuple):
+    """Streams whose next tokens stand one after the other, in memory of the host."""
+
+    starts: ctypes.Array[ctypes.c_int32]  # of each request, and at the end the number of tokens
+    sequences: ctypes.Array[ctypes.c_int32]  # of the cache, of each request; -1: none
+
+    @staticmethod
+    def of(starts: Sequence[int], sequences: Sequence[int]) -> Requests:
+        return Requests(
+            (ctypes.c_int32 * len(starts))(*starts), (ctypes.c_int32 * len(sequences))(*sequences)
+        )
+
+
+_PACKED = tuple(f"packed_{name}" for name in ("query", "key", "value", "score", "out"))
+_TABLES = tuple(f"cache_{name}" for name in ("bias", "score", "position", "seen"))
+PREFILL_PACKED = _call.Operation(
+    "prefill_packed",
+    "prefill",
+    (*_PACKED, "cache_key", "cache_value", *_TABLES, "cache_page_table"),
+    ("window", "recent", "sinks", "requests", "bias_form", "softmax_scale"),
+    (),
+    mutated=("packed_out", "cache_key", "cache_value", *_TABLES),
+)
+
+
+def prefill_packed(
+    rows: tuple[torch.Tensor, ...],
+    score: torch.Tensor,
+    out: torch.Tensor,
+    cache: KeyCache,
+    requests: Requests,
+    bias_form: str,
+    scale: float,
+) -> None:
+    """fdma_prefill(): attention of the next tokens of the requests, any number of each, over the
+    cache, which they then enter. What is already in a request's sequence goes before them.
+
+    rows: query [tokens, q_heads, head_dim], key and value [tokens, kv_heads, head_dim]; score:
+    [kv_heads, tokens]; out: like query, is written but for requests without a sequence.
+
+    Raises:
+        ValueError, NotImplementedError: as decode(); a sequence that two requests have.
+    """
+    options = (*rules_of(cache), len(requests.sequences), bias_form, scale)
+    given = (*rows, score, out, *tensors_of(cache))
+    lists = {"starts": requests.starts, "index": requests.sequences}
+    _call.call_with_lists(PREFILL_PACKED, given, options, lists)

@@ -48,6 +48,9 @@ void fdma_begin_prefill(call_steps *steps) {
         if (paged)
             requests->kept = fdma_take_key_ints(&arena, whole);
     }
+    requests->listed = whole->exec.device == FDMA_CPU
+                           ? (int32_t *)(uintptr_t)requests->index
+                           : fdma_arena_take(&arena, (size_t)requests->count * sizeof(int32_t));
     fdma_set_aside(&whole->exec, &arena);
     steps->scratch = fdma_arena_size(&arena);
 }
@@ -79,15 +82,10 @@ static int64_t sequence_of(const prefill_requests *requests, int64_t n) {
     return requests->index != NULL ? requests->index[n] : n;
 }
 
-/* True if request n is of one batch with the requests of the part before it. On the CPU decode has
- * an index. */
-static bool joins(const fdma_problem *whole, const prefill_part *part, int64_t n) {
-    const prefill_requests *const requests = &whole->prefill;
-    if (n >= requests->count || requests->starts[n + 1] - requests->starts[n] != part->len)
-        return false;
-    const int64_t sequence = sequence_of(requests, n);
-    return whole->exec.device == FDMA_CPU ? sequence >= 0
-                                          : sequence == part->sequence + n - part->request;
+/* True if request n is of one batch with the requests of the part before it. */
+static bool joins(const prefill_requests *requests, const prefill_part *part, int64_t n) {
+    return n < requests->count && requests->starts[n + 1] - requests->starts[n] == part->len &&
+           sequence_of(requests, n) >= 0;
 }
 
 bool fdma_next_part(const fdma_problem *whole, prefill_part *part) {
@@ -106,7 +104,7 @@ bool fdma_next_part(const fdma_problem *whole, prefill_part *part) {
     part->sequence = sequence;
     part->is_new = whole->exec.device == FDMA_CPU &&
                    ((const int32_t *)whole->cache.table.seen.data)[sequence] == 0;
-    while (len <= most && first + len == starts[n + 1] && joins(whole, part, n + part->count))
+    while (len <= most && first + len == starts[n + 1] && joins(requests, part, n + part->count))
         part->count++;
     part->end = first + part->count * len;
     return true;
@@ -185,12 +183,11 @@ static fdma_tensor carried_of(const fdma_problem *cut, const fdma_tensor *rows) 
 }
 
 static fdma_status split_short(const prefill_part *part, fdma_problem *cut, call_steps *steps) {
-    const int32_t *const index = cut->prefill.index;
-    if (index == NULL || part->count == 1 || cut->exec.device != FDMA_CPU)
+    const prefill_requests *const requests = &cut->prefill;
+    if (requests->index == NULL || part->count == 1)
         cut_cache(&cut->cache, part->sequence, part->count);
     else
-        cut->index =
-            fdma_tensor_1d((void *)(uintptr_t)(index + part->request), FDMA_INT32, part->count);
+        cut->index = fdma_tensor_1d(requests->listed + part->request, FDMA_INT32, part->count);
     return fdma_add_step(steps, cut, operation_decode);
 }
 

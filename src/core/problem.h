@@ -37,6 +37,7 @@ typedef struct prefill_requests {
     int64_t count;
     bool is_scored;   /* the caller gives the scores */
     bool in_pieces;   /* decode runs all requests, up to 64 tokens at a time */
+    int32_t *listed;  /* [count]: index in memory of exec.device */
     fdma_tensor kept; /* [1, kv_heads, kv_len] int32: expiry without keys of missing pages */
 } prefill_requests;
 

@@ -31,6 +31,10 @@ fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem) {
     return fdma_check_cuda(problem, check_all);
 }
 
+fdma_status fdma_cuda_list_requests(const fdma_problem *whole) {
+    return fdma_check_cuda(whole, check_all);
+}
+
 fdma_status fdma_cuda_fill_prompt_bias(const fdma_problem *whole) {
     return fdma_check_cuda(whole, check_all);
 }

@@ -18,6 +18,9 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth);
 size_t fdma_cuda_mask_lists_size(const fdma_problem *problem);
 fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem);
 
+/* Writes the index of fdma_prefill() to memory of the device. */
+fdma_status fdma_cuda_list_requests(const fdma_problem *whole);
+
 /* Computes the bias of the given scores of fdma_prefill(), with FDMA_BIAS_EXP. */
 fdma_status fdma_cuda_fill_prompt_bias(const fdma_problem *whole);
 

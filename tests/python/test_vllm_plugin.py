@@ -11,7 +11,9 @@ import flash_dmattn.vllm
 import pytest
 import torch
 import vllm_layer
+from cases import on_device
 from flash_dmattn import streams
+from flash_dmattn._signatures import BiasForm
 from flash_dmattn.vllm import pages
 from flash_dmattn.vllm.pages import Pages, Rules, StepMaker
 from programs import ROOT, output_of, python
@@ -86,7 +88,7 @@ def test_requests_of_different_ages() -> None:
     one traced graph for steps of all kinds."""
     with torch.inference_mode():
         row = vllm_layer.check_requests("cpu")
-    assert row["divisions of steps"] == 3
+    assert row["kinds of steps"] == 2
     assert row["traced, equal"]
 
 
@@ -110,11 +112,9 @@ def test_steps_of_decoding_have_one_place() -> None:
         count = sum(page > 0 for page in table)
         starts = [min(n, count) for n in range(5)]
         step = maker.make(starts, [9] * count + [0] * (4 - count), torch.tensor(table))
-        ((own, *others),) = step.rows
-        assert own.tolist() == wanted
-        assert own.data_ptr() == maker.pages.data_ptr()
-        assert others == [None] * 4
-        assert step.pieces == []
+        assert step.pages.tolist() == wanted
+        assert step.pages.data_ptr() == maker.pages.data_ptr()
+        assert step.requests is None
 
 
 def test_padding_takes_part_in_nothing() -> None:
@@ -143,6 +143,66 @@ def test_only_pages_of_new_requests_are_emptied() -> None:
     for cache in states.caches:
         assert (cache.position[:2] == 1).all()
         assert (cache.position[2:] == -1).all()
+
+
+STEPS = ((0, 1, 70, 0, 9), (2, 1, 66, 3, 9), (1, 1, 1, 64, 9), (130, 1, 1, 65, 9))  # new tokens
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_device)])
+@pytest.mark.parametrize("form", ["exp", "linear", "none"])
+def test_packed_tokens_are_as_decoded_one_by_one(form: BiasForm, device: str) -> None:
+    """Requests in any order of sequences, and one without a sequence, whose rows of out stay. The
+    caches have the same bits; out differs in rounding."""
+    torch.manual_seed(3)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    shape: Any = {"kv_heads": 2, "head_dim": 16, "window": 24, "recent": 8, "sinks": 1}
+    shape.update(bias_form=form, dtype=dtype, device=device)
+    packed, single = (flash_dmattn.DynamicMaskCache(1, 5, **shape).keys for _ in range(2))
+    sequences = [3, 0, 4, 1, -1]
+    for new in STEPS:
+        starts = [sum(new[:n]) for n in range(6)]
+        sizes = (4, 2, 2)
+        query, key, value = (torch.randn(starts[-1] + 2, n, 16).to(device, dtype) for n in sizes)
+        score = torch.randn(2, starts[-1] + 2).to(device)
+        out = torch.full_like(query, 7)
+        requests = streams.Requests.of(starts, sequences)
+        streams.prefill_packed((query, key, value), score, out, packed, requests, form, 0.25)
+        wanted = torch.full_like(query, 7)
+        for n in range(4):
+            index = torch.tensor([sequences[n]], dtype=torch.int32, device=device)
+            for t in range(starts[n], starts[n + 1]):
+                rows: Any = (x[None, t : t + 1] for x in (query, key, value))
+                own: Any = {"score": score[None, :, t : t + 1].contiguous(), "index": index}
+                own.update(bias_form=form, softmax_scale=0.25)
+                wanted[t] = flash_dmattn.decode(*rows, single, **own)[0, 0]
+        near = 1e-5 if device == "cpu" else 0.03
+        torch.testing.assert_close(out, wanted, rtol=near, atol=near)
+        assert torch.equal(packed.seen, single.seen)
+        assert torch.equal(packed.position, single.position)
+        kept = single.position >= 0
+        for one, other in zip(packed[2 + (form == "none") : 4], single[2 + (form == "none") : 4]):
+            assert torch.equal(one[kept], other[kept])
+        for one, other in zip(packed[:2], single[:2]):
+            assert torch.equal(one.transpose(1, 2)[kept], other.transpose(1, 2)[kept])
+
+
+def test_two_requests_in_one_sequence() -> None:
+    cache = flash_dmattn.DynamicMaskCache(1, 3, kv_heads=2, head_dim=8, window=4).keys
+    query, key, value = torch.randn(5, 4, 8), *torch.randn(2, 5, 2, 8)
+    score, out = torch.randn(2, 5), torch.full_like(query, 7)
+    for lists, message in (
+        (([0, 2, 5], [1, 1]), "index: element 1 is 1, want a number that it has only once"),
+        (([0, 2, 6], [1, 2]), "starts: element 2 is 6, want 2 to 5"),
+        (([0, 2, 5], [1, 3]), "index: element 1 is 3, want -1 to 2"),
+    ):
+        requests = streams.Requests.of(*lists)
+        with pytest.raises(ValueError, match=message):
+            streams.prefill_packed((query, key, value), score, out, cache, requests, "exp", 1.0)
+    with pytest.raises(ValueError, match=r"score: axis 1 has 4 elements, query has 5; score is"):
+        requests = streams.Requests.of([0, 2, 5], [1, 2])
+        rows = (query, key, value)
+        streams.prefill_packed(rows, score[:, :4], out, cache, requests, "exp", 1.0)
+    assert (out == 7).all() and cache.seen.tolist() == [0, 0, 0]
 
 
 def test_no_engine() -> None:

@@ -6,7 +6,6 @@ Nothing here imports vLLM: states.py says how vLLM hands out pages and steps.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _arguments, streams
-from ..streams import TOKENS_MAX, KeyCache, Tokens
+from ..streams import KeyCache, Requests
 
 NO_PAGE = 0  # the number that a table of pages has where a request has none
 
@@ -27,32 +26,12 @@ class Rules(NamedTuple):
     bias_form: str = "exp"
 
 
-class Rows(NamedTuple):
-    """Requests that one call of decode() serves, each with 64 new tokens or fewer."""
-
-    pages: torch.Tensor  # [requests] int32; -1: none
-    tokens: torch.Tensor | None = None  # [requests, most]: numbers of tokens; None: 0, 1, ...
-    n_tokens: torch.Tensor | None = None  # [requests] int32; None: one each
-    # Elements of `tokens` that are not padding, and what they are; both None where no padding is.
-    places: torch.Tensor | None = None
-    numbers: torch.Tensor | None = None
-
-
-class Piece(NamedTuple):
-    """More than 64 new tokens of a request."""
-
-    first: int
-    last: int
-    page: torch.Tensor  # [1] int32
-    is_first: bool  # nothing came before
-
-
-@dataclasses.dataclass
-class Step:
+class Step(NamedTuple):
     """The requests of a step of the server, for all layers."""
 
-    rows: list[Rows]
-    pieces: list[Piece]
+    pages: torch.Tensor  # [requests] int32; -1: none
+    # Where a request has more tokens than one, or none before others.
+    requests: Requests | None = None
 
 
 class Pages:
@@ -134,57 +113,24 @@ class Pages:
             scale: of logits.
         """
         cache, form = self.caches[layer], self.rules[layer].bias_form
-        packed, by_token = (query, key, value), score.transpose(0, 1)
+        if step.requests is not None:
+            if -1 in step.requests.sequences:
+                out.zero_()
+            rows = (query, key, value)
+            streams.prefill_packed(rows, score, out, cache, step.requests, form, scale)
+            return
+        count = min(len(step.pages), len(query))  # requests or tokens may be padded
+        q, k, v = (x[:count, None] for x in (query, key, value))
+        scores = score[:, :count].transpose(0, 1)[..., None].contiguous()
         given: dict[str, Any] = {"bias_form": form, "softmax_scale": scale}
-        for rows in step.rows:
-            if rows.tokens is None:
-                count = min(len(rows.pages), len(query))  # requests or tokens may be padded
-                rows = Rows(rows.pages[:count])
-                q, k, v = (x[:count, None] for x in packed)
-                scores = by_token[:count, :, None]
-            else:
-                q, k, v = (x[rows.tokens] for x in packed)
-                scores = by_token[rows.tokens].transpose(1, 2)
-            places: dict[str, Any] = {"index": rows.pages, "n_tokens": rows.n_tokens}
-            found = streams.decode(q, k, v, cache, score=scores.contiguous(), **places, **given)
-            found = found.flatten(0, 1)
-            if rows.tokens is None:
-                out[:count] = found
-            elif rows.places is None:
-                out[rows.tokens.flatten()] = found
-            else:
-                out[rows.numbers] = found[rows.places]
-        for piece in step.pieces:
-            own = [x[None, piece.first : piece.last] for x in packed]
-            scores = score[None, :, piece.first : piece.last]
-            out[piece.first : piece.last] = enter(cache, piece, own, scores, form, scale)[0]
-
-
-def enter(
-    cache: KeyCache,
-    piece: Piece,
-    rows: Any,
-    score: torch.Tensor,
-    bias_form: str,
-    scale: float,
-) -> torch.Tensor:
-    """Attention of a piece of a request, which enters the cache.
-
-    rows: query, key and value [1, len, heads, head_dim]; score [1, kv_heads, len]."""
-    carried, page = None, piece.page
-    if not piece.is_first:
-        fields: Any = [x.index_select(0, page.clamp(min=0)) for x in cache[:6]]
-        carried = KeyCache._make((*fields, *streams.rules_of(cache), None))
-    options = (bias_form, scale, 0.0, None)
-    weights, absent = (None, None, None), (None, None, None, None)
-    tokens = Tokens._make((*rows, weights, *absent, options, score.contiguous()))
-    return streams.prefill(cache, page, carried, tokens)
+        found = streams.decode(q, k, v, cache, score=scores, index=step.pages[:count], **given)
+        out[:count] = found[:, 0]
 
 
 class StepMaker:
     """Makes the Steps of a server. A step of decoding, of one token for each request, copies
     nothing from the host, and its pages stand in the same memory each time, so that a CUDA graph of
-    the model can be replayed for it.
+    the model can be replayed for it. For other steps the host waits for the pages of the requests.
 
     Args:
         states: whose requests begin and go on.
@@ -212,38 +158,11 @@ class StepMaker:
             self.states.empty(pages[self._on_device(sorted(begun))])
         own = self.pages[: len(lengths)].copy_(pages)
         own.masked_fill_(own == NO_PAGE, -1)
-        single = [n for n in numbers if lengths[n] == 1]
-        if len(single) == starts[-1] and all(lengths[: len(single)]):
-            own[len(single) :] = -1
-            return Step([Rows(own)], [])
-        rows = []
-        if single:
-            tokens = self._on_device([starts[n] for n in single])[:, None]
-            rows.append(Rows(own[self._on_device(single)], tokens))
-        short = [n for n in numbers if 1 < lengths[n] <= TOKENS_MAX]
-        if short:
-            rows.append(self._short(short, starts, own))
-        pieces = [
-            Piece(starts[n], starts[n + 1], own[n : n + 1], n in begun)
-            for n in numbers
-            if lengths[n] > TOKENS_MAX
-        ]
-        return Step(rows, pieces)
-
-    def _short(self, requests: list[int], starts: list[int], pages: torch.Tensor) -> Rows:
-        """Rows of requests whose numbers of tokens differ."""
-        ranges = [range(starts[n], starts[n + 1]) for n in requests]
-        most = max(map(len, ranges))
-        padded = [[*own, *[own[-1]] * (most - len(own))] for own in ranges]
-        places = [most * row + at for row, own in enumerate(ranges) for at in range(len(own))]
-        lengths = self._on_device([len(own) for own in ranges])
-        return Rows(
-            pages[self._on_device(requests)],
-            self._on_device([number for own in padded for number in own]).view(-1, most),
-            lengths.to(torch.int32),
-            self._on_device(places),
-            self._on_device([number for own in ranges for number in own]),
-        )
+        count = sum(n == 1 for n in lengths)
+        if count == starts[-1] and all(lengths[:count]):
+            own[count:] = -1
+            return Step(own)
+        return Step(own, Requests.of(starts, own.tolist()))
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         """Copied without waiting for the device."""

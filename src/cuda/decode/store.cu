@@ -1,6 +1,6 @@
 /* fdma_cache_store() and fdma_cache_copy() on any device from compute capability 8.0. The first
  * kernel of fdma_cache_store() empties rows and counts tokens. The second one writes the kept keys
- * to their rows. Also the bias of prompts whose scores are given. */
+ * to their rows. Also lists of requests, and the bias of given scores. */
 extern "C" {
 #include "core/cache.h"
 #include "cuda/cuda.h"
@@ -245,7 +245,35 @@ static const char *refuses_store(const fdma_problem *problem) {
     return fdma_refuses_before_sm80(problem);
 }
 
-/* ---- the bias of prompts ---- */
+/* ---- the requests of fdma_prefill() ---- */
+
+/* Parameters of a kernel, which the call and a CUDA graph copy. */
+struct number_list {
+    int32_t number[512];
+};
+static constexpr int most_listed = sizeof(number_list) / sizeof(int32_t);
+
+static __global__ void __launch_bounds__(most_listed)
+    write_list(const number_list list, int32_t *__restrict__ to, const int32_t count) {
+    const int32_t n = (int32_t)threadIdx.x;
+    if (n < count)
+        to[n] = list.number[n];
+}
+
+extern "C" fdma_status fdma_cuda_list_requests(const fdma_problem *whole) {
+    const prefill_requests *const requests = &whole->prefill;
+    for (int64_t first = 0; requests->index != NULL && first < requests->count;
+         first += most_listed) {
+        number_list list = {};
+        const int32_t count = (int32_t)min<int64_t>(requests->count - first, most_listed);
+        for (int32_t n = 0; n < count; n++)
+            list.number[n] = requests->index[first + n];
+        const launch_shape shape = {dim3(1), dim3(most_listed)};
+        FDMA_TRY(
+            launch("prefill", write_list, shape, whole, list, requests->listed + first, count));
+    }
+    return FDMA_OK;
+}
 
 /* A thread has a token of a kv head. */
 static __global__ void __launch_bounds__(store_threads)
