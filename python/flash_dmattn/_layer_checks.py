@@ -26,6 +26,7 @@ def require(holds: bool, message: str, error: type[Exception] = ValueError) -> N
 
 def check_types(layer: type, given: dict[str, Any]) -> None:
     _types.check_call(layer, given)
+    _arguments.check_device(given["device"])
     if given["dtype"] is not None:
         _arguments.check_float("dtype", given["dtype"])
 
