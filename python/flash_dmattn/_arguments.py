@@ -418,6 +418,35 @@ def check_devices(tensors: Mapping[str, MaybeTensor]) -> None:
         raise NotImplementedError(f"{first}: is on {device}, {NO_CUDA}")
 
 
+def check_device(device: torch.device | str | None) -> None:
+    """Refuse a device on which PyTorch makes no tensors: its own errors do not name the argument.
+
+    Raises:
+        NotImplementedError: this PyTorch or this machine has no such device.
+    """
+    if device is None or torch.compiler.is_compiling():
+        return
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, ImportError, AttributeError) as error:
+        wanted = "want a device on which PyTorch makes tensors here"
+        raise NotImplementedError(f"device: is {device}, {wanted}") from error
+
+
+def check_kernel_device(device: torch.device | str | None) -> None:
+    """check_device() for tensors that only kernels of this package use.
+
+    Raises:
+        NotImplementedError: also if this build has no kernels for the device.
+    """
+    kind = "cpu" if device is None else torch.device(device).type
+    if kind not in (*DEVICES, "meta"):
+        raise NotImplementedError(f"device: is {device}, want cpu, cuda or meta")
+    if kind == "cuda" and not _library.has_cuda():
+        raise NotImplementedError(f"device: is {device}, {NO_CUDA}")
+    check_device(device)
+
+
 def check_backend(backend: str | None) -> None:
     """Refuse a backend that is not a path prefix of any kernel's name.
 

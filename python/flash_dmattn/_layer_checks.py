@@ -26,6 +26,7 @@ def require(holds: bool, message: str, error: type[Exception] = ValueError) -> N
 
 def check_types(layer: type, given: dict[str, Any]) -> None:
     _types.check_call(layer, given)
+    _arguments.check_device(given["device"])
     if given["dtype"] is not None:
         _arguments.check_float("dtype", given["dtype"])
 
@@ -69,16 +70,21 @@ def check_nope(heads: int, rotary_dim: int, most: int, head_dim: int) -> tuple[i
     return heads, rotary_dim
 
 
-def check_lifetimes(
-    module: DynamicMaskAttention, units: int, lifetime: float, dt_bias: bool
-) -> None:
-    """Check lifetime_units and initial_lifetime against the other options of a layer."""
+def check_gate(units: int, lifetime: float) -> None:
+    """Check lifetime_units and initial_lifetime."""
     require(
         _arguments.check_int("lifetime_units", units) >= 0,
         f"lifetime_units: is {units}, want 0 or more",
     )
     is_lifetime = 0 < lifetime < float("inf")
     require(is_lifetime, f"initial_lifetime: is {lifetime}, want a finite number above 0")
+
+
+def check_lifetimes(
+    module: DynamicMaskAttention, units: int, lifetime: float, dt_bias: bool
+) -> None:
+    """check_gate(), and a check against the other options of a layer."""
+    check_gate(units, lifetime)
     if units == 0:
         return
     wants = "want 0 unless the layer is causal, has a window, and not all heads slide"

@@ -82,6 +82,7 @@ class DynamicMaskCache:
     Raises:
         TypeError: a size that is not an int.
         ValueError: a size that is out of its range.
+        NotImplementedError: a dtype or device that no kernel supports.
 
     Example:
         >>> sizes = {"kv_heads": 2, "head_dim": 16, "window": 12, "recent": 4}
@@ -114,6 +115,7 @@ class DynamicMaskCache:
     ) -> None:
         if not torch.compiler.is_compiling():
             _types.check_call(DynamicMaskCache, locals())
+            _arguments.check_kernel_device(device)
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads}
         for name, size in sizes.items():
             require(_arguments.check_int(name, size) >= 1, f"{name}: is {size}, want 1 or more")

@@ -585,6 +585,7 @@ def sequence_positions(
 
     Raises:
         RuntimeError: there is no process group, or a rank has not made this call in time.
+        NotImplementedError: a device that PyTorch does not have here.
 
     Example:
         >>> torch.distributed.init_process_group(
@@ -598,7 +599,11 @@ def sequence_positions(
     """
     ranks = ranks_of(group)
     _types.check_call(sequence_positions, locals())
-    settings = {"function": "sequence_positions", LENGTH: length}
-    lengths = _agree(ranks, lengths, lambda: settings)
+
+    def prepare() -> dict[str, Any]:
+        _arguments.check_device(device)
+        return {"function": "sequence_positions", LENGTH: length}
+
+    lengths = _agree(ranks, lengths, prepare)
     begin = _sequences.offsets_of(lengths)[ranks.rank]
     return torch.arange(begin, begin + length, device=device)[None]

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
-from . import _types, cache_state, functional, streams
+from . import _arguments, _types, cache_state, functional, streams
 from ._signatures import BiasForm
 from .cache import Drafts, DynamicMaskCache, join
 from .streams import TOKENS_MAX
@@ -335,6 +335,17 @@ class KeptKeys(CacheLayerMixin):
 
 class KeptKeysCache(Cache):
     """A cache whose sequences can be saved as bytes: of layers with KeptKeys."""
+
+    def early_initialization(
+        self, batch_size: int, num_heads: Any, head_dim: Any, dtype: torch.dtype, device: Any
+    ) -> None:
+        """As of transformers' Cache.
+
+        Raises:
+            NotImplementedError: a dtype or device that no kernel supports.
+        """
+        _arguments.check_kernel_device(device)
+        super().early_initialization(batch_size, num_heads, head_dim, dtype, device)
 
     def _kept(self) -> list[DynamicMaskCache]:
         """The keys of the layers."""

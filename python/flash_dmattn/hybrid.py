@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import _arguments, _types
-from ._layer_checks import require
+from ._layer_checks import check_gate, check_sizes, require
 from .layer_caches import LayerCaches
 from .nn import DynamicMaskAttention
 from .score_targets import score_target_loss
@@ -63,7 +63,8 @@ class HybridPlan:
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: a number out of its range, or layers that are not there or named twice.
+        ValueError: a number out of its range, sizes that contradict each other, or layers that are
+            not there or named twice.
 
     Example:
         >>> plan = flash_dmattn.HybridPlan(hidden=64, layers=4, heads=4, kv_heads=2, keys=96)
@@ -99,6 +100,10 @@ class HybridPlan:
 
     def __post_init__(self) -> None:
         _types.check_call(HybridPlan, vars(self))
+        base = self.rope_base
+        check_sizes(self.hidden, self.heads, self.kv_heads, self.head_dim, base)
+        require(1 <= base < float("inf"), f"rope_base: is {base}, want a finite number, 1 or more")
+        check_gate(self.lifetime_units, self.initial_lifetime)
         layers, sliding, recent = self.layers, self.sliding, self.recent
         require(layers >= 1, f"layers: is {layers}, want 1 or more")
         is_sliding = sliding is None or sliding >= 1
@@ -116,10 +121,8 @@ class HybridPlan:
             require(is_layer, f"selecting: has {number}, want 0 to {layers - 1}")
         once = len({*selecting}) == len(selecting)
         require(once, f"selecting: is {list(selecting)}, want each layer once")
-        units = self.lifetime_units
-        require(units >= 0, f"lifetime_units: is {units}, want 0 or more")
         object.__setattr__(self, "selecting", selecting)
-        newest = self.keys // 2 if units == 0 else min(RECENT, self.keys // 2)
+        newest = self.keys // 2 if self.lifetime_units == 0 else min(RECENT, self.keys // 2)
         object.__setattr__(self, "recent", newest if recent is None else recent)
 
     def arguments(self, layer: int) -> dict[str, Any]:

@@ -156,6 +156,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         TypeError: a window, recent or sinks that is not an int.
         ValueError: a size, window, recent, sinks, gap, bias_form or dropout out of its range, or
             add_bias_kv or add_zero_attn with a window.
+        NotImplementedError: a device that PyTorch does not have here.
 
     Example:
         >>> layer = flash_dmattn.MultiheadAttention(64, 4, batch_first=True, window=16, recent=4)

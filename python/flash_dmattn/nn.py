@@ -165,6 +165,7 @@ class DynamicMaskAttention(nn.Module):
         TypeError: a window, recent, sinks or number of heads that is not an int.
         ValueError: sizes that contradict each other, options of another window, or a window,
             recent, sinks, gap, number of heads or dropout out of its range.
+        NotImplementedError: a device that PyTorch does not have here.
 
     Example:
         >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from . import _arguments, _library, _repeat, _types, ops
+from . import _arguments, _repeat, _types, ops
 from ._arguments import MaybeTensor, finish, pad_head_dim, refuse_tangents
 
 __all__ = ["rotary_table", "rotate"]
@@ -78,7 +78,7 @@ def rotary_table(
     """
     if not torch.compiler.is_compiling():  # PyTorch 2.11 does not trace locals()
         _types.check_call(rotary_table, locals())
-        check_device(device)
+        _arguments.check_kernel_device(device)
     if not 2 <= dim <= DIM_MAX or dim % 2 != 0:
         raise ValueError(f"dim: is {dim}, want an even number, 2 to {DIM_MAX}")
     if not 0 < factor < math.inf:
@@ -97,14 +97,6 @@ def rotary_table(
     refuse_tangents("rotary_table", inv_freq)
     refuse_gradients("inv_freq", inv_freq)
     return ops.ROTARY_TABLE(positions, inv_freq, dim, base, factor, wide, None)
-
-
-def check_device(device: torch.device | str | None) -> None:
-    kind = "cpu" if device is None else torch.device(device).type
-    if kind not in (*_arguments.DEVICES, "meta"):
-        raise NotImplementedError(f"device: is {device}, want cpu, cuda or meta")
-    if kind == "cuda" and not _library.has_cuda():
-        raise NotImplementedError(f"device: is {device}, {_arguments.NO_CUDA}")
 
 
 def count_from(first: int, length: int, device: torch.device | str | None) -> torch.Tensor:

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.doge import modeling_doge
 
-from . import _types, functional, fused, rotary
+from . import _arguments, _types, functional, fused, rotary
 from .doge_cache import NAME, DogeCache, KeptKeys, has_plain_weights, scores_of
 from .transformers_hybrid import (
     ByteTokenizer,
@@ -299,6 +299,7 @@ def rotary_frequencies(
         TypeError: an argument of another type.
         ValueError: a model without rotary embedding, a rule that transformers does not have, or a
             layer_type that the model does not have.
+        NotImplementedError: a device that PyTorch does not have here.
 
     Example:
         >>> from flash_dmattn.rotary import rotary_table
@@ -313,6 +314,7 @@ def rotary_frequencies(
     Source: transformers.modeling_rope_utils.
     """
     _types.check_call(rotary_frequencies, locals())
+    _arguments.check_device(device)
     if getattr(config, "rope_parameters", None) is None:
         raise ValueError(f"config: has no rope_parameters; it is a {type(config).__name__}")
     config.standardize_rope_params()

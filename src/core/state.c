@@ -90,19 +90,33 @@ static int64_t page_at(const fdma_cache *cache, int64_t sequence, int64_t column
     return indices_of_row(cache, sequence, column * cache->k.shape[1]).first;
 }
 
-/* Checks that the first rows of a sequence have pages of their own. */
+/* Checks that the first rows of a sequence have pages of their own. Each pass looks at the pages
+ * from `first` on that `seen` has a bit for. */
 static fdma_status check_pages(const fdma_cache *cache, int64_t sequence, int64_t rows) {
     const int64_t page_len = cache->k.shape[1];
-    for (int64_t column = 1; has_pages(cache) && column * page_len < rows; column++)
-        for (int64_t before = 0; before < column; before++) {
-            const int64_t page = page_at(cache, sequence, column);
-            FDMA_REQUIRE(page < 0 || page != page_at(cache, sequence, before),
-                         FDMA_INVALID_ARGUMENT,
+    const int64_t columns = has_pages(cache) ? divide_up(rows, page_len) : 0;
+    enum { PAGES_SEEN = 1 << 15 };
+    for (int64_t first = 0, next; first < INT64_MAX; first = next) {
+        uint64_t seen[PAGES_SEEN / 64] = {0};
+        next = INT64_MAX;
+        for (int64_t column = 0; column < columns; column++) {
+            const int64_t page = page_at(cache, sequence, column), bit = page - first;
+            if (bit >= PAGES_SEEN)
+                next = min(next, page);
+            if (bit < 0 || bit >= PAGES_SEEN) // also a missing page
+                continue;
+            const uint64_t mark = UINT64_C(1) << bit % 64;
+            int64_t before = seen[bit / 64] & mark ? 0 : column;
+            while (before < column && page_at(cache, sequence, before) != page)
+                before++;
+            FDMA_REQUIRE(before == column, FDMA_INVALID_ARGUMENT,
                          "cache.page_table: rows %lld and %lld of sequence %lld have one page, "
                          "%lld, want a page for each",
                          (long long)(before * page_len), (long long)(column * page_len),
                          (long long)sequence, (long long)page);
+            seen[bit / 64] |= mark;
         }
+    }
     return FDMA_OK;
 }
 

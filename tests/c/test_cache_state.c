@@ -179,6 +179,46 @@ static void pages_given_twice_are_refused(void) {
     test_free_all();
 }
 
+/* A pool of more pages than one pass of the check looks at, 32,768. */
+static void pages_of_a_large_pool(void) {
+    static const stream_case test = {7, 0, 0, 8, 30, FDMA_BIAS_EXP, 0, 0};
+    uint64_t random = 5;
+    const fdma_cache cache = decoded_cache(&test, 20);
+    const saved_state state = save(&cache, 0);
+    paged_cache paged = new_paged(&test, FDMA_FLOAT32, 1, &random);
+    paged.pages = 3 * 32768;
+    paged.cache.k = new_pool(&paged, false);
+    paged.cache.v = new_pool(&paged, false);
+    for (int32_t row = 0; row < 7; row++)
+        *entry_of(&paged, 1, row) = 65537 - 32768 * (row % 3) + row / 3;
+    CHECK_OK(fdma_cache_restore(&paged.cache, 1, state.data, state.bytes));
+    check_same_state(&cache, 0, &paged.cache, 1);
+    for (int32_t row = 1; row < 7; row++) {
+        const int32_t own = *entry_of(&paged, 1, row);
+        char words[64];
+        snprintf(words, sizeof words, "rows %d and %d of sequence 1 have one page", row - 1, row);
+        *entry_of(&paged, 1, row) = *entry_of(&paged, 1, row - 1);
+        check_refused(fdma_cache_save(&paged.cache, 1, state.data, state.bytes),
+                      FDMA_INVALID_ARGUMENT, words);
+        *entry_of(&paged, 1, row) = own;
+    }
+    test_free_all();
+}
+
+static void sequences_may_share_pages(void) {
+    uint64_t random = 5;
+    const fdma_cache cache = decoded_cache(&cases[1], 20);
+    const saved_state state = save(&cache, 0);
+    const paged_cache paged = new_paged(&cases[1], FDMA_FLOAT32, 2, &random);
+    for (int64_t s = 1; s < 3; s++) {
+        for (int64_t column = 0; column < paged.columns; column++)
+            *entry_of(&paged, s, column) = paged.number[column];
+        CHECK_OK(fdma_cache_restore(&paged.cache, s, state.data, state.bytes));
+    }
+    check_same_state(&paged.cache, 1, &paged.cache, 2);
+    test_free_all();
+}
+
 /* A state that lies in one of the cache's tensors. */
 static void states_within_the_cache_are_refused(void) {
     uint64_t random = 5;
@@ -336,10 +376,16 @@ static void forged_states_are_refused(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(forged_states_are_refused),           TEST(streams_go_on_elsewhere),
-    TEST(a_state_replaces_a_sequence),         TEST(wrong_arguments_are_refused),
-    TEST(missing_pages_are_refused),           TEST(pages_given_twice_are_refused),
-    TEST(states_within_the_cache_are_refused), TEST(other_caches_refuse_a_state),
+    TEST(forged_states_are_refused),
+    TEST(streams_go_on_elsewhere),
+    TEST(a_state_replaces_a_sequence),
+    TEST(wrong_arguments_are_refused),
+    TEST(missing_pages_are_refused),
+    TEST(pages_given_twice_are_refused),
+    TEST(pages_of_a_large_pool),
+    TEST(sequences_may_share_pages),
+    TEST(states_within_the_cache_are_refused),
+    TEST(other_caches_refuse_a_state),
     TEST(damaged_states_are_refused),
 };
 

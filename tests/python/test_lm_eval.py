@@ -36,3 +36,11 @@ def test_other_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, sa
 def test_arguments(words: list[str], message: str) -> None:
     done = python("-m", "flash_dmattn.lm_eval", *words)
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_device_that_is_not_there() -> None:
+    done = python("-m", "flash_dmattn.lm_eval", "FOLDER", "--to", "f", "--device", "cuda:99")
+    wanted = (
+        "flash_dmattn.lm_eval: device: is cuda:99, want a device on which PyTorch makes tensors"
+    )
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(wanted)

@@ -140,8 +140,7 @@ static bool read_added(const reader *from, const cJSON *list) {
     it->added = allocate((size_t)cJSON_GetArraySize(list) * sizeof *it->added);
     cJSON_ArrayForEach(token, list) {
         const cJSON *const name = find_json(token, "content"), *const id = find_json(token, "id");
-        if (!cJSON_IsString(name) || !cJSON_IsNumber(id) || !(id->valuedouble >= 0) ||
-            id->valuedouble >= INT32_MAX)
+        if (!cJSON_IsString(name) || !is_json_integer(id, 0, INT32_MAX - 1))
             return refuse(from->message, "'added_tokens': entry %d: want 'content' and 'id'",
                           it->added_count);
         if (is_true(token, "single_word"))
@@ -178,8 +177,7 @@ static bool read_special(const reader *from, const cJSON *post, const cJSON *spe
                       text_of(special, "id"));
     cJSON_ArrayForEach(id, ids) {
         int *const count = is_after ? &it->after_count : &it->before_count;
-        if (!cJSON_IsNumber(id) || !(id->valuedouble >= 0) || id->valuedouble >= INT32_MAX ||
-            *count == MOST_AROUND)
+        if (!is_json_integer(id, 0, INT32_MAX - 1) || *count == MOST_AROUND)
             return refuse(from->message, "'post_processor': want up to %d ids on each side",
                           MOST_AROUND);
         (is_after ? it->after : it->before)[(*count)++] = id->valueint;

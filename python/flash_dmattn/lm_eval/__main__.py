@@ -55,8 +55,11 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """The results of the tasks."""
     import torch
 
+    from .._arguments import check_device
     from . import register
 
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
     register()
     import lm_eval
 
@@ -71,7 +74,6 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         if options.text is None and one not in tasks.GENERATED:
             raise ValueError(f"text: is not given, want a file for {one}")
     text = tasks.read_text(options.text)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = options.dtype or ("bfloat16" if device.startswith("cuda") else "auto")
     lengths = sorted({*options.lengths})
     model = DynamicMaskLM(
