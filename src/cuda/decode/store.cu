@@ -265,7 +265,8 @@ extern "C" fdma_status fdma_cuda_list_requests(const fdma_problem *whole) {
     for (int64_t first = 0; requests->index != NULL && first < requests->count;
          first += most_listed) {
         number_list list = {};
-        const int32_t count = (int32_t)min<int64_t>(requests->count - first, most_listed);
+        const int64_t left = requests->count - first;
+        const int32_t count = left < most_listed ? (int32_t)left : most_listed;
         for (int32_t n = 0; n < count; n++)
             list.number[n] = requests->index[first + n];
         const launch_shape shape = {dim3(1), dim3(most_listed)};
