@@ -15,7 +15,8 @@ fraction of them has recall episodes (quality_recall.py). The program writes
 
 where NAME is form-size-seed unless --name is given. Losses are in bits per byte; seconds count
 training, without evaluations and checkpoints. It runs on a CUDA device, if there is one, or on the
-CPU, with the package installed or FDMA_LIBRARY and PYTHONPATH in the environment.
+CPU, with the package installed or FDMA_LIBRARY and PYTHONPATH in the environment. Started by
+torchrun, it divides the sequences of each step among the processes, a GPU each.
 Exit status: 0 done; 1 the loss is not a number; 2 bad usage.
 """
 
@@ -25,6 +26,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import platform
 import sys
 import time
@@ -41,7 +43,7 @@ from quality_model import narrow, to_device
 from quality_needles import EPISODES
 from quality_recall import Batches
 from quality_targets import ScoreTargets
-from torch import nn
+from torch import distributed, nn
 from torch.nn.functional import cross_entropy
 
 READ_EVERY = 20  # steps between readings of losses, which wait for the device
@@ -91,11 +93,44 @@ def require_same_kind(
             refuse(path, f"{name} is {found}, want {wanted}")
 
 
+class Ranks:
+    """The processes of a training: each takes some sequences of every step, and adds up gradients
+    with the others. torchrun says in the environment how many there are."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.count, self.rank, self.device = 1, 0, torch.device(options.device)
+        if "WORLD_SIZE" not in os.environ:
+            return
+        self.count, self.rank = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK"))
+        if options.steps is None or options.score_targets or options.batch % self.count:
+            wanted = f"--steps, no --score-targets, and a --batch divisible by {self.count}"
+            print(f"quality.py: {self.count} processes want {wanted}", file=sys.stderr)
+            sys.exit(2)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
+        distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+
+    def share(self, arrays: tuple[np.ndarray, ...]) -> list[np.ndarray]:
+        """This rank's sequences."""
+        return [array[self.rank :: self.count] for array in arrays]
+
+    def add(self, tensors: list[torch.Tensor]) -> None:
+        """Add up the tensors of all ranks, in place."""
+        if self.count > 1:
+            flat = torch.cat([x.flatten() for x in tensors])
+            distributed.all_reduce(flat)
+            parts = flat.split([x.numel() for x in tensors])
+            torch._foreach_copy_(tensors, [a.view_as(b) for a, b in zip(parts, tensors)])
+
+
 class Run:
     """The training of one model, up to its current step."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.device = options, torch.device(options.device)
+        self.options = options
+        self.ranks = Ranks(options)
+        self.device = self.ranks.device
         config = quality_model.config_of(
             options.form,
             options.size,
@@ -145,7 +180,7 @@ class Run:
             "settings": settings,
             "model": config.metadata(),
             "parameters": sum(p.numel() for p in self.model.parameters()),
-            "machine": machine_of(self.device),
+            "machine": {**machine_of(self.device), "ranks": self.ranks.count},
             "sha256": hashes_of(options.corpus),
             "columns": ["step", "seconds", "text bits", "recall bits", "gradient norm"],
             "train": [],
@@ -255,7 +290,9 @@ class Run:
         """Wait for the device, and log the losses of the steps since the last reading."""
         if not self.pending:
             return
-        text, marked, norm = torch.stack(self.pending).cpu().double().sum(0).tolist()
+        sums = torch.stack(self.pending).double().sum(0)
+        self.ranks.add([sums[:2]])
+        text, marked, norm = sums.tolist()
         now = time.perf_counter()
         self.seconds += now - self.began
         self.began = now
@@ -276,7 +313,7 @@ def warm_up(run: Run, forward: nn.Module, batches: Batches) -> None:
     """One pass without a step, so that the seconds of training exclude compilation. The log has the
     seconds of all such passes."""
     begin = time.perf_counter()
-    rows = to_device(batches(run.step)[0], run.device).long()
+    rows = to_device(run.ranks.share(batches(run.step))[0], run.device).long()
     with narrow(run.device):
         forward(rows[:, :-1]).float().mean().backward()
     run.model.zero_grad(set_to_none=True)
@@ -290,8 +327,11 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
     """One step of the optimizer. The loss is the mean over unmarked bytes, plus recall_weight times
     the mean over marked ones, which are few."""
     options, device = run.options, run.device
-    text, marked, has_episodes = batches(run.step)
+    whole = batches(run.step)
+    _, marked, has_episodes = whole
     counts = int((~has_episodes).sum()) * options.length, int(marked.sum())
+    unmarked = marked.size - counts[1]
+    text, marked, has_episodes = run.ranks.share(whole)
     rows, is_marked = to_device(text, device).long(), to_device(marked, device)
     is_text = to_device(~has_episodes, device)
     steps = options.schedule_steps or run.steps or run.step + 1
@@ -306,10 +346,11 @@ def take_step(run: Run, forward: nn.Module, batches: Batches) -> None:
     ).view(marked.shape)
     of_marked = (losses * is_marked).sum()
     others = losses.sum() - of_marked
-    loss = others / (marked.size - counts[1])
+    loss = others / unmarked
     loss = loss + options.recall_weight * of_marked / max(1, counts[1])
     run.model.zero_grad(set_to_none=True)
     loss.backward()
+    run.ranks.add([p.grad for p in run.model.parameters() if p.grad is not None])
     run.score_rates.drop_gradients()
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), options.clip)
     run.score_rates.step(run.optimizers[0])
@@ -351,10 +392,10 @@ def train(run: Run, evaluation: Evaluation, batches: Batches) -> None:
             run.read_losses()
             if is_rated and run.step == RATED_STEPS[1]:
                 run.steps = find_steps(run, options.seconds)
-            if is_evaluated:
+            if is_evaluated and run.ranks.rank == 0:
                 quick_evaluation(run, evaluation)
             is_due = time.perf_counter() - saved > options.checkpoint_seconds
-            if is_due or is_last:
+            if (is_due or is_last) and run.ranks.rank == 0:
                 run.save()
                 saved = time.perf_counter()
             run.start_clock()
@@ -425,7 +466,11 @@ def main(arguments: list[str] | None = None) -> None:
                 EPISODES[options.episodes],
             )
             train(run, evaluation, batches)
-        evaluate(run, evaluation)
+        if run.ranks.rank == 0:
+            evaluate(run, evaluation)
+    if run.ranks.count > 1:
+        distributed.barrier()
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

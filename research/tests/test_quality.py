@@ -4,7 +4,10 @@ runs, and the files, with tiny models on the CPU."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import quality_picture
 import quality_recall
 import quality_results
 import torch
-from quality_cases import KEYS, LENGTH, RECENT, TINY, call, model_of, train, weights
+from quality_cases import KEYS, LENGTH, RECENT, TINY, call, model_of, train, training, weights
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("few_measurements")
@@ -407,3 +410,39 @@ def test_thinned_losses() -> None:
     assert len(rows) == 60 and rows[0] == 0 and rows[-1] == 258
     assert {b - a for a, b in zip(rows, rows[1:])} == {4, 5}
     assert quality_results.thinned([1, 2], 60) == [1, 2]
+
+
+# ---- several processes ----
+
+
+def torchrun(*words: Any) -> subprocess.CompletedProcess[str]:
+    """quality.py in two processes, with one thread each."""
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    given = [*program, str(Path(quality.__file__)), *map(str, words)]
+    return subprocess.run(given, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
+    """Each has half of the sequences of a step, and they add up gradients: the weights are the same
+    up to rounding, and so are the losses in the log."""
+    changed: dict[str, Any] = {"batch": 4, "name": "model", "steps": 3}
+    done = torchrun(*training(corpus, tmp_path / "two", "recent", **changed))
+    assert done.returncode == 0, done.stderr
+    call(quality, *training(corpus, tmp_path / "one", "recent", **changed))
+    one, two = (weights(tmp_path / name, "model") for name in ("one", "two"))
+    call(quality, *training(corpus, tmp_path / "none", "recent", **{**changed, "steps": 0}))
+    start = quality_model.load(tmp_path / "none/model.safetensors").state_dict()
+    for name, tensor in one.items():
+        assert (two[name] - tensor).norm() < 0.02 * (start[name] - tensor).norm(), name
+    logs = [json.loads((tmp_path / name / "model.json").read_text()) for name in ("one", "two")]
+    assert [log["machine"]["ranks"] for log in logs] == [1, 2]
+    row, other = (log["train"][-1] for log in logs)  # of step 3 alone
+    assert row[0] == other[0] == 3
+    assert row[2:] == pytest.approx(other[2:], rel=1e-3)
+
+
+def test_processes_that_cannot_divide_a_step(corpus: Path, tmp_path: Path) -> None:
+    done = torchrun(*training(corpus, tmp_path, "recent", batch=3))
+    assert done.returncode != 0
+    assert "quality.py: 2 processes want --steps, no --score-targets, and a --batch" in done.stderr
