@@ -427,7 +427,7 @@ TRACED = "is a traced array, want {}, which has to be known when the program is 
         ),
         ({"query": (1, 12, 3, 8)}, "q_heads: is 3, want a positive multiple of kv_heads, 2"),
         ({"value": (1, 5, 2, 8)}, "value: axis 1 has 5 elements, want 12"),
-        ({"a_coef": (1,)}, "a_coef: axis 0 has 1 elements, want 2"),
+        ({"a_coef": (1,)}, "a_coef: axis 0 has 1 element, want 2"),
         ({"key_valid": (1, 12)}, "key_valid: dtype is float32, supported: bool or uint8"),
         ({"key": jnp.bfloat16}, "key: dtype is bfloat16, supported: float32"),
         (
@@ -507,7 +507,7 @@ def test_messages_of_caches() -> None:
         ),
         (
             lambda: ours.prefill(*[x[:1] for x in rows], cache, **weights),
-            "query: axis 0 has 1 elements, want one for each sequence of the cache, 2",
+            "query: axis 0 has 1 element, want one for each sequence of the cache, 2",
         ),
         (lambda: ours.KeyCache.empty(0, 2, 8, 4), "sequences: is 0, want 1 or more"),
         (
