@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
@@ -19,10 +14,8 @@ import flash_dmattn
 import program
 import torch
 from commands import Disagreement
-from flash_dmattn import _library
-from kernels_hash import kernels_hash
+from machine import describe_machine, write_whole
 
-ROOT = Path(__file__).resolve().parent.parent
 WAIT_CYCLES = 10_000_000  # about 5 ms: longer than the host takes to launch a graph
 
 
@@ -89,38 +82,8 @@ def median_ratio(above: list[float], below: list[float]) -> float:
     return quantiles([a / b for a, b in zip(above, below)])[1]
 
 
-def commit() -> str | None:
-    """The commit of the tree, or FDMA_COMMIT if there is no git."""
-    if given := os.environ.get("FDMA_COMMIT"):
-        return given
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    except OSError:  # git is not installed
-        return None
-    return done.stdout.strip() or None
-
-
 def find_machine(device: str) -> dict[str, Any]:
-    info = _library.HEADER.structs["fdma_device_info"]()
-    index = 1 if device == "cuda" else 0
-    _library.check(_library.library.fdma_describe_device(index, ctypes.byref(info)))
-    machine = {
-        "machine": info.name.decode(),
-        "cores": info.cores,
-        "device": device,
-        "torch": torch.__version__,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit(),
-    }
-    return {**machine, "kernels": kernels_hash()} if device == "cuda" else machine
-
-
-def write_whole(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Replace the whole file at once, so that a reader never sees half of it."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    unfinished.replace(path)
+    return describe_machine(device, torch=torch.__version__)
 
 
 Row = Dict[str, Any]

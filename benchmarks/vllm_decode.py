@@ -2,12 +2,13 @@
 """Tokens a second and memory of requests in vLLM: Doge by the plugin, and a Llama of the same sizes
 with vLLM's own attention to all keys.
 
-    vllm_decode.py                                  # 4 requests of 4,096 tokens
-    vllm_decode.py --context 32768 --requests 16    # takes long: the Llama's prompts do
+    vllm_decode.py OUT.json                                  # 4 requests of 4,096 tokens
+    vllm_decode.py OUT.json --context 32768 --requests 16    # takes long: the Llama's prompts do
 
 Run it with the Python of an environment that has vLLM and this package; docs/vllm.md says how to
 make one. Both engines are in one process. Their prompts come first; then steps of one token for
-each request run in turns, and the median of their ratios is printed. Weights are random.
+each request run in turns, and the median of their ratios is printed. Weights are random. The file
+has a line of JSON for the machine and the sizes, and one for each engine.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 VOCABULARY, PIECE = 1000, 2048
@@ -25,6 +27,7 @@ VOCABULARY, PIECE = 1000, 2048
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="vllm_decode.py", description=__doc__.split("\n\n")[0])
+    parser.add_argument("out", type=Path, metavar="OUT.json", help="the machine and the engines")
     for name, default, words in (
         ("context", 4096, "tokens of a prompt"),
         ("requests", 4, "requests that are served at the same time"),
@@ -37,7 +40,10 @@ def parse() -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{words} ({default})")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.out.absolute().parent.is_dir():
+        parser.error(f"OUT.json: is {options.out}, want a file in a folder that is there")
+    return options
 
 
 def tokens_of(options: argparse.Namespace) -> int:
@@ -95,11 +101,34 @@ def bytes_of_requests(engine: Any) -> int:
     return used * group.kv_cache_spec.page_size_bytes * len(group.layer_names)
 
 
+def rows_of(
+    options: argparse.Namespace,
+    prompts: dict[str, float],
+    seconds: dict[str, list[float]],
+    memory: dict[str, float],
+) -> list[dict[str, Any]]:
+    """A row for each engine: rates, MiB of a request, and its rates by those of "full"."""
+    return [
+        {
+            "engine": name,
+            "tokens_per_second": options.requests / statistics.median(own),
+            "prompt_tokens_per_second": options.requests * options.context / prompts[name],
+            "request_mib": memory[name] / 2**20,
+            "ratio": statistics.median(b / a for a, b in zip(own, seconds["full"])),
+            "prompt_ratio": prompts["full"] / prompts[name],
+        }
+        for name, own in seconds.items()
+    ]
+
+
 def main() -> int:
     options = parse()
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(options.gib)
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"})
     import torch
+    import transformers
+    import vllm
+    from machine import describe_machine, write_whole
     from transformers import DogeConfig, LlamaConfig
 
     torch.manual_seed(0)
@@ -123,19 +152,21 @@ def main() -> int:
             started = time.perf_counter()
             engine.step()
             seconds[name].append(time.perf_counter() - started)
-    ratio = statistics.median(b / a for a, b in zip(seconds["selected"], seconds["full"]))
-    sizes_said = f"{options.requests} requests of {options.context} tokens"
     if any(len(running_of(engine)) < options.requests for engine in engines.values()):
         print("vllm_decode.py: want more --gib, as requests waited", file=sys.stderr)
         return 1
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    machine = describe_machine("cpu", **versions, vllm=vllm.__version__)
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
+    rows = rows_of(options, prompts, seconds, memory)
+    write_whole(options.out, [{**machine, **settings}, *rows])
+    sizes_said = f"{options.requests} requests of {options.context} tokens"
     print(f"{sizes_said}, window {options.window}, {options.dtype}")
-    for name in engines:
-        rate = options.requests / statistics.median(seconds[name])
-        first = options.requests * options.context / prompts[name]
-        mib = memory[name] / 2**20
-        speed = f"{name:9} {rate:8.1f} tokens/s, prompts {first:9.0f} tokens/s"
-        print(f"{speed}, {mib:7.2f} MiB a request")
-    print(f"times as fast: {ratio:.2f}, prompts {prompts['full'] / prompts['selected']:.2f}")
+    for row in rows:
+        speed = f"{row['engine']:9} {row['tokens_per_second']:8.1f} tokens/s"
+        first = f"prompts {row['prompt_tokens_per_second']:9.0f} tokens/s"
+        print(f"{speed}, {first}, {row['request_mib']:7.2f} MiB a request")
+    print(f"times as fast: {rows[0]['ratio']:.2f}, prompts {rows[0]['prompt_ratio']:.2f}")
     return 0
 
 

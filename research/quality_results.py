@@ -58,7 +58,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     program.begin(parse)
 
-from benchmarking import commit, write_whole
+from machine import commit, write_whole
 
 LOSSES = 60  # training losses of each run
 SETTINGS = (

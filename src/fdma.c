@@ -185,11 +185,12 @@ static fdma_status prepare_run(fdma_operation operation, const void *args, prepa
     FDMA_TRY(prepare(operation, args, check_all, call));
     FDMA_REQUIRE(call->steps.lent >= call->workspace || !depends_on_threads(call),
                  FDMA_WORKSPACE_TOO_SMALL,
-                 "exec.workspace_size: is %zu bytes, want %zu or more with %d threads",
-                 call->steps.lent, call->workspace, most_threads_of(call));
+                 "exec.workspace_size: is %s, want %zu or more with %d threads",
+                 fdma_count_text((int64_t)call->steps.lent, "byte").text, call->workspace,
+                 most_threads_of(call));
     FDMA_REQUIRE(call->steps.lent >= call->workspace, FDMA_WORKSPACE_TOO_SMALL,
-                 "exec.workspace_size: is %zu bytes, want %zu or more", call->steps.lent,
-                 call->workspace);
+                 "exec.workspace_size: is %s, want %zu or more",
+                 fdma_count_text((int64_t)call->steps.lent, "byte").text, call->workspace);
     return fdma_check_slots(&call->steps.whole);
 }
 

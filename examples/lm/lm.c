@@ -359,8 +359,8 @@ static int measure_loss(const model *of, const lm_options *options) {
     bytes text = {0};
     int status = EXIT_USAGE;
     if (read_bytes(options->loss_file, &text) == 0 && text.count < 2)
-        print_error("lm: %s: has %lld bytes, want 2 or more", options->loss_file,
-                    (long long)text.count);
+        print_error("lm: %s: has %lld byte%s, want 2 or more", options->loss_file,
+                    (long long)text.count, text.count == 1 ? "" : "s");
     else if (text.data != NULL && text.count >= 2)
         status = EXIT_DONE;
     const int64_t inputs = text.count - 1;

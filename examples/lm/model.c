@@ -154,8 +154,8 @@ static bool read_nope_heads(reader *from, const char *text) {
     }
     if (counts != 0 && counts != it->layers)
         return refuse(from,
-                      "metadata 'nope': has %" PRId64 " counts, want one for each layer, %" PRId64,
-                      counts, it->layers);
+                      "metadata 'nope': has %" PRId64 " count%s, want one for each layer, %" PRId64,
+                      counts, counts == 1 ? "" : "s", it->layers);
     return true;
 }
 
@@ -209,8 +209,9 @@ static bool check_shape(reader *from, const safetensors_entry *entry, int64_t ra
                       entry->rank, rank);
     for (int axis = 0; axis < rank; axis++)
         if (entry->shape[axis] != shape[axis])
-            return refuse(from, "tensor '%s': axis %d has %" PRId64 " elements, want %" PRId64,
-                          entry->name, axis, entry->shape[axis], shape[axis]);
+            return refuse(from, "tensor '%s': axis %d has %" PRId64 " element%s, want %" PRId64,
+                          entry->name, axis, entry->shape[axis], entry->shape[axis] == 1 ? "" : "s",
+                          shape[axis]);
     return true;
 }
 

@@ -282,7 +282,7 @@ def describe_mismatch(tensors: Mapping[str, MaybeTensor], sizes: Sizes) -> str |
                 lengths = [size_of(dimension, sizes)]
                 owner = f"{owners.setdefault(dimension, shown)} has {lengths[0]}"
             if size not in lengths:
-                count = f"{size} element{'' if size == 1 else 's'}"
+                count = _types.counted(size, "element")
                 shape = describe_shape(name, in_pages)
                 return f"{shown}: axis {axis} has {count}, {owner}; {shape}"
     return None

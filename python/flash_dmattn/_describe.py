@@ -25,6 +25,11 @@ def describe(value: Any) -> str:
     return f"{value!r}, {kind}" if is_short or isinstance(value, (int, float, str)) else kind
 
 
+def counted(count: Any, noun: str) -> str:
+    """ "1 key" or "2 keys"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def check_int64(name: str, number: int) -> int:
     """Check that ctypes and PyTorch can convert an int: ctypes takes it modulo 2**64.
 

@@ -110,7 +110,7 @@ def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
     if x.dim() != 3:
         found = f"rank is {x.dim()}, want 3"
     elif x.shape[2] != hidden:
-        found = f"axis 2 has {x.shape[2]} elements, want {hidden}"
+        found = f"axis 2 has {_types.counted(x.shape[2], 'element')}, want {hidden}"
     else:
         return
     raise ValueError(f"{name}: {found}; {name} is [batch, {length}, {hidden}]")
@@ -182,9 +182,8 @@ def check_memory_of_call(
     assert memory is not None
     check_hidden("memory", "kv_len", memory, hidden)
     if memory.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"memory: axis 0 has {memory.shape[0]} elements, want {x.shape[0]}, the batch of x"
-        )
+        found = _types.counted(memory.shape[0], "element")
+        raise ValueError(f"memory: axis 0 has {found}, want {x.shape[0]}, the batch of x")
     require(cache is None, "cache: is given, want None with memory")
     require(starts is None, "starts: is given, want None with memory")
 
@@ -216,7 +215,7 @@ def check_cache(
         if found != want:
             raise ValueError(f"cache: its {name} is {found}, want the layer's, {want}")
     if index is None and isinstance(cache, DynamicMaskCache) and cache.batch != x.shape[0]:
-        count = f"{cache.batch} sequence{'' if cache.batch == 1 else 's'}"
+        count = _types.counted(cache.batch, "sequence")
         raise ValueError(f"cache: has {count}, x has {x.shape[0]}")
     return cache, layer
 

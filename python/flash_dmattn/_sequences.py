@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ._arguments import wide
 from ._ranks import Ranks
-from ._types import is_list_of_ints, refusal
+from ._types import counted, is_list_of_ints, refusal
 
 STARTS_SHOWN = 16  # in messages
 TENSORS_KEPT = 256  # tensors that int32_on() keeps
@@ -40,7 +40,7 @@ def check_lengths(ranks: Ranks, lengths: Sequence[int]) -> list[int]:
         raise refusal("lengths", lengths, "a list of ints or None")
     found = [int(length) for length in lengths]
     if len(found) != ranks.size or min(found) < 0:
-        raise ValueError(f"lengths: are {found}, want {ranks.size} numbers of 0 or more")
+        raise ValueError(f"lengths: are {found}, want {counted(ranks.size, 'number')} of 0 or more")
     return found
 
 

@@ -18,6 +18,7 @@ import torch
 
 from ._describe import (  # noqa: F401 (some are used as ones of these)
     check_int64,
+    counted,
     describe,
     is_vast,
     refusal,

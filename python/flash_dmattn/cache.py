@@ -231,7 +231,8 @@ class DynamicMaskCache:
         options = (self.bias_form, kernel_scale(softmax_scale, head_dim), softcap, backend)
         batch, length = key.shape[:2]
         if index is None and batch != self.batch:
-            raise ValueError(f"key: axis 0 has {batch} elements, want the batch, {self.batch}")
+            found = _types.counted(batch, "element")
+            raise ValueError(f"key: axis 0 has {found}, want the batch, {self.batch}")
         follows_drafts = draft or self._drafts[layer] is not None
         is_prefill = length > TOKENS_MAX or key_valid is not None
         if not follows_drafts and not is_prefill:
@@ -553,10 +554,10 @@ class DynamicMaskCache:
     def __repr__(self) -> str:
         heads, keys = self.keys.key.shape[2:], self.keys
         static = ", static=True" if self.static else ""
+        tokens = _types.counted(int(self.get_seq_length()), "token")
         return (
             f"DynamicMaskCache(layers={self.layers}, batch={self.batch}, kv_heads={heads[0]}, "
             f"head_dim={heads[1]}, window={keys.window}, recent={keys.recent}, "
             f"sinks={keys.sinks}, bias_form={self.bias_form!r}, dtype={keys.key.dtype}, "
-            f"device={keys.key.device}{static}): {int(self.get_seq_length())} tokens, "
-            f"{self.memory_bytes} bytes"
+            f"device={keys.key.device}{static}): {tokens}, {self.memory_bytes} bytes"
         )

@@ -153,7 +153,7 @@ def check_whole(state: memoryview, layers: int) -> list[tuple[int, ...]]:
     """Check the bytes of a state of all layers; return the LAYER of each."""
     if len(state) < HEADER.size:
         least = f"want a state of all layers, of at least {HEADER.size}"
-        raise ValueError(f"state: has {len(state)} bytes, {least}")
+        raise ValueError(f"state: has {_types.counted(len(state), 'byte')}, {least}")
     magic, version, count, size, checksum = HEADER.unpack_from(state)
     if magic != MAGIC:
         raise ValueError("state: does not begin as a state of all layers, want bytes of save()")
@@ -161,12 +161,12 @@ def check_whole(state: memoryview, layers: int) -> list[tuple[int, ...]]:
         raise NotImplementedError(f"state: its version is {version}, supported: {VERSION}")
     if len(state) != size:
         found = "is truncated: has" if len(state) < size else "has"
-        raise ValueError(f"state: {found} {len(state)} bytes, want {size}")
+        raise ValueError(f"state: {found} {_types.counted(len(state), 'byte')}, want {size}")
     own = zlib.crc32(state[HEADER.size :])
     if own != checksum:
         raise ValueError(f"state: is damaged: its checksum is {own:x}, want {checksum:x}")
     if count != layers:
-        raise ValueError(f"state: has {count} layers, want {layers}")
+        raise ValueError(f"state: has {_types.counted(count, 'layer')}, want {layers}")
     table = state[HEADER.size : HEADER.size + LAYER.size * layers]
     return [*LAYER.iter_unpack(table)]
 

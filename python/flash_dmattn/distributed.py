@@ -73,9 +73,8 @@ def _settings_of(function: str, tensors: dict[str, Any], **options: Any) -> dict
     check_same_device(tensors)
     _arguments.check_sizes(tensors, sizes)
     if sizes["q_len"] != sizes["kv_len"]:
-        raise ValueError(
-            f"key: axis 1 has {sizes['kv_len']} elements, want {sizes['q_len']}, as query has"
-        )
+        count = _types.counted(sizes["kv_len"], "element")
+        raise ValueError(f"key: axis 1 has {count}, want {sizes['q_len']}, as query has")
     names = ("batch", "q_heads", "kv_heads", "head_dim")
     found: dict[str, Any] = {
         "function": function,

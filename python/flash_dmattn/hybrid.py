@@ -254,7 +254,7 @@ class HybridPlan:
             raise _types.refusal("model", model, "a torch.nn.Module")
         found = [one for one in model.modules() if isinstance(one, DynamicMaskAttention)]
         if len(found) != self.layers:
-            have = f"has {len(found)} DynamicMaskAttention layers"
+            have = f"has {_types.counted(len(found), 'DynamicMaskAttention layer')}"
             raise ValueError(f"model: {have}, want the plan's, {self.layers}")
         return found
 

@@ -381,7 +381,8 @@ def check_loss(
         require(one.shape[0] == 1, f"{name}: batch is {one.shape[0]}, want 1")
     length, kv_heads = tensors["key"].shape[1:3]
     found = tensors["query"].shape[1]
-    require(found == length, f"query: axis 1 has {found} elements, want {length}, as key has")
+    count = _types.counted(found, "element")
+    require(found == length, f"query: axis 1 has {count}, want {length}, as key has")
     shape = list(log_lifetime.shape)
     fits = len(shape) == 3 and shape[0] == 1 and 1 <= shape[1] <= kv_heads and shape[2] == length
     wanted = f"want [1, 1 to {kv_heads}, {length}]"

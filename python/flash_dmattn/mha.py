@@ -353,9 +353,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         widths = (self.embed_dim, self.kdim, self.vdim)
         for name, row, width in zip(("query", "key", "value"), rows, widths):
             if row.shape[-1] != width:
-                raise AssertionError(
-                    f"{name}: its last axis has {row.shape[-1]} elements, want {width}"
-                )
+                count = _types.counted(row.shape[-1], "element")
+                raise AssertionError(f"{name}: its last axis has {count}, want {width}")
         found, want = (list(row.shape[:-1]) for row in (rows[2], rows[1]))
         check_equal("value: shape without its last axis", found, want, AssertionError)
 

@@ -172,7 +172,7 @@ class DynamicMaskOptions:
         if self.max_selection_ratio < 1 and min(kept, kv_len) > self.max_selection_ratio * kv_len:
             raise ValueError(
                 f"keep_window_size + recent: is {kept}, want at most options.max_selection_ratio, "
-                f"{self.max_selection_ratio}, of the {kv_len} keys"
+                f"{self.max_selection_ratio}, of the {_types.counted(kv_len, 'key')}"
             )
         self._check_block_size(query.device)
 

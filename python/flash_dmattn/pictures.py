@@ -68,7 +68,8 @@ def check_texts(texts: Any, kv_len: int) -> list[str] | None:
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise _types.refusal("texts", texts, "a list of str, one for each key")
     if len(texts) != kv_len:
-        raise ValueError(f"texts: has {len(texts)} entries, want {kv_len}, one for each key")
+        found = _types.counted(len(texts), "text")
+        raise ValueError(f"texts: has {found}, want {kv_len}, one for each key")
     return [str(text) for text in texts]
 
 
@@ -123,11 +124,11 @@ def plot_selection(
     axes.set_ylim((kv_len if rows == "keys" else slots) - 0.5, -0.5)
     axes.set_ylabel("key j" if rows == "keys" else "slot")
     if rows == "keys":
-        axes.set_title(f"{len(kept)} of {kv_len} keys are ever kept")
+        axes.set_title(f"{len(kept)} of {_types.counted(kv_len, 'key')} are ever kept")
         axes.plot([0, kv_len], [0, kv_len], color="0.6", linewidth=0.8)
         write_texts(axes.yaxis, names)
     else:
-        axes.set_title(f"the keys in their {slots} slots")
+        axes.set_title(f"the keys in their {_types.counted(slots, 'slot')}")
     return axes
 
 

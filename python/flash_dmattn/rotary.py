@@ -104,8 +104,8 @@ def count_from(first: int, length: int, device: torch.device | str | None) -> to
     if not 0 <= _arguments.check_int("length", length) <= POSITIONS_MAX:
         raise ValueError(f"length: is {length}, want 0 to {POSITIONS_MAX}")
     if not 0 <= first <= POSITIONS_MAX - length:
-        most = POSITIONS_MAX - length
-        raise ValueError(f"first: is {first}, want 0 to {most}, with {length} rows")
+        most, rows = POSITIONS_MAX - length, _types.counted(length, "row")
+        raise ValueError(f"first: is {first}, want 0 to {most}, with {rows}")
     return torch.arange(first, first + length, device=device).to(torch.int32)
 
 
@@ -198,7 +198,7 @@ def check_dim(table: torch.Tensor, head_dim: int) -> None:
     _types.check_tensor("table", table)
     if table.dim() == 2 and table.shape[1] > head_dim:
         found, want = table.shape[1], f"an even number from 2 to head_dim, {head_dim}"
-        raise ValueError(f"table: axis 1 has {found} elements, want {want}")
+        raise ValueError(f"table: axis 1 has {_types.counted(found, 'element')}, want {want}")
 
 
 def pad_norm(
@@ -209,7 +209,7 @@ def pad_norm(
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         return weight, eps  # the call refuses others
     if weight.shape[0] != head_dim:
-        found = f"axis 0 has {weight.shape[0]} elements, x has {head_dim}"
+        found = f"axis 0 has {_types.counted(weight.shape[0], 'element')}, x has {head_dim}"
         raise ValueError(f"weight: {found}; weight is [head_dim]")
     wide = _arguments.wide(x.dtype)
     if weight.dtype in (x.dtype, torch.float32):

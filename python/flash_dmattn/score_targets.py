@@ -179,9 +179,11 @@ def _check_shapes(tensors: dict[str, torch.Tensor]) -> None:
         sizes[name] for name in ("q_len", "kv_len", "q_heads", "kv_heads")
     )
     if q_len != kv_len:
-        raise ValueError(f"key: axis 1 has {kv_len} elements, want {q_len}, as query has")
+        found = _types.counted(kv_len, "element")
+        raise ValueError(f"key: axis 1 has {found}, want {q_len}, as query has")
     if kv_heads == 0 or q_heads % kv_heads != 0:
-        raise ValueError(f"query: has {q_heads} heads, want a multiple of key's, {kv_heads}")
+        found = _types.counted(q_heads, "head")
+        raise ValueError(f"query: has {found}, want a multiple of key's, {kv_heads}")
     if sizes["batch"] == 0:
         raise ValueError("query: batch is 0, want 1 or more")
 

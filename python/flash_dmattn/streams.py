@@ -260,10 +260,8 @@ def decode(
     )
     rows, dt_proj, head_dim = pad_head_dim((query, key, value), dt_proj)
     if head_dim is not None and cache.key.shape[-1] == head_dim:
-        raise ValueError(
-            f"cache.key: axis 3 has {head_dim} elements, want {rows[0].shape[-1]}: head_dim is "
-            "padded to a multiple of 8"
-        )
+        count, wanted = _types.counted(head_dim, "element"), "head_dim is padded to a multiple of 8"
+        raise ValueError(f"cache.key: axis 3 has {count}, want {rows[0].shape[-1]}: {wanted}")
     out, lse = ops.DECODE(
         *rows,
         dt_proj,

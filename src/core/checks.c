@@ -128,8 +128,8 @@ static fdma_status check_int_tensor(const char *name, const fdma_tensor *tensor,
     FDMA_TRY(fdma_check_form(name, tensor, rank, takes_int32));
     for (int axis = 0; axis < rank; axis++)
         FDMA_REQUIRE(tensor->shape[axis] == shape[axis], FDMA_INVALID_ARGUMENT,
-                     "%s: axis %d has %lld elements, want %lld", name, axis,
-                     (long long)tensor->shape[axis], (long long)shape[axis]);
+                     "%s: axis %d has %s, want %lld", name, axis,
+                     fdma_count_text(tensor->shape[axis], "element").text, (long long)shape[axis]);
     return fdma_check_layout(name, tensor, true, true);
 }
 
@@ -183,8 +183,8 @@ static fdma_status check_cache_rules(const fdma_problem *problem) {
 
 static fdma_status check_decode(const fdma_problem *problem) {
     FDMA_REQUIRE(problem->new_len <= most_new_tokens, FDMA_INVALID_ARGUMENT,
-                 "k: axis 1 has %lld elements, want at most %d tokens", (long long)problem->new_len,
-                 most_new_tokens);
+                 "k: axis 1 has %s, want at most %d tokens",
+                 fdma_count_text(problem->new_len, "element").text, most_new_tokens);
     FDMA_REQUIRE(problem->q_len <= problem->new_len, FDMA_INVALID_ARGUMENT,
                  "q_len: is %lld, want at most the new tokens, %lld", (long long)problem->q_len,
                  (long long)problem->new_len);
@@ -211,8 +211,8 @@ static fdma_status check_store(const fdma_problem *problem) {
     FDMA_REQUIRE(problem->carried_len == 0, FDMA_INVALID_ARGUMENT,
                  "starts: is given, want none with carried keys in the selection");
     FDMA_REQUIRE(is_present(&problem->index) || starts <= most, FDMA_INVALID_ARGUMENT,
-                 "starts: axis 0 has %lld elements, want at most %lld without index",
-                 (long long)starts, (long long)most);
+                 "starts: axis 0 has %s, want at most %lld without index",
+                 fdma_count_text(starts, "element").text, (long long)most);
     return FDMA_OK;
 }
 
@@ -224,19 +224,20 @@ static fdma_status check_pages(const fdma_problem *problem) {
                  "cache.k: axis 1 has %lld elements, want a power of 2 with page_table",
                  (long long)page_len);
     FDMA_REQUIRE(problem->cache.bias.shape[2] == rows, FDMA_INVALID_ARGUMENT,
-                 "cache.bias: axis 2 has %lld elements, want window + recent, %lld",
-                 (long long)problem->cache.bias.shape[2], (long long)rows);
+                 "cache.bias: axis 2 has %s, want window + recent, %lld",
+                 fdma_count_text(problem->cache.bias.shape[2], "element").text, (long long)rows);
     FDMA_REQUIRE(table->shape[1] >= divide_up(rows, page_len), FDMA_INVALID_ARGUMENT,
-                 "cache.page_table: axis 1 has %lld elements, want %lld or more pages of %lld rows",
-                 (long long)table->shape[1], (long long)divide_up(rows, page_len),
-                 (long long)page_len);
+                 "cache.page_table: axis 1 has %s, want %lld or more pages of %s",
+                 fdma_count_text(table->shape[1], "element").text,
+                 (long long)divide_up(rows, page_len), fdma_count_text(page_len, "row").text);
     return FDMA_OK;
 }
 
 static fdma_status check_rows(const fdma_cache *cache) {
     FDMA_REQUIRE(cache->k.shape[1] == rows_of_cache(cache), FDMA_INVALID_ARGUMENT,
-                 "cache.k: axis 1 has %lld elements, want window + recent, %lld",
-                 (long long)cache->k.shape[1], (long long)rows_of_cache(cache));
+                 "cache.k: axis 1 has %s, want window + recent, %lld",
+                 fdma_count_text(cache->k.shape[1], "element").text,
+                 (long long)rows_of_cache(cache));
     return FDMA_OK;
 }
 
@@ -267,8 +268,8 @@ static fdma_status check_cache_sizes(const fdma_problem *problem) {
                  "batch: is %lld, want at most the sequences of the cache, %lld, without index",
                  (long long)problem->batch, (long long)cache->sequences);
     FDMA_REQUIRE(!copies || problem->batch <= cache->sequences, FDMA_INVALID_ARGUMENT,
-                 "to: axis 0 has %lld elements, want at most the sequences of the cache, %lld",
-                 (long long)problem->batch, (long long)cache->sequences);
+                 "to: axis 0 has %s, want at most the sequences of the cache, %lld",
+                 fdma_count_text(problem->batch, "element").text, (long long)cache->sequences);
     return stores ? check_store(problem) : FDMA_OK;
 }
 
@@ -348,8 +349,8 @@ static fdma_status check_requests(const fdma_problem *problem) {
     const prefill_requests *const requests = &problem->prefill;
     const fdma_cache *const cache = &problem->cache;
     FDMA_REQUIRE(requests->starts != NULL, FDMA_INVALID_ARGUMENT,
-                 "starts: is NULL, want %lld numbers in memory of the host",
-                 (long long)requests->count + 1);
+                 "starts: is NULL, want %s in memory of the host",
+                 fdma_count_text(requests->count + 1, "number").text);
     FDMA_TRY(check_number("starts", 0, requests->starts[0], 0, 0));
     for (int64_t n = 0; n < requests->count; n++) {
         const int64_t first = requests->starts[n], end = requests->starts[n + 1];
@@ -487,8 +488,9 @@ static fdma_status settle_keys(fdma_problem *problem, unsigned *settled) {
         problem->carried_len = problem->slots;
     const int64_t most = INT32_MAX - problem->new_len;
     FDMA_REQUIRE(problem->carried_len <= most, FDMA_INVALID_ARGUMENT,
-                 "kv_len: is %lld keys beside %lld carried ones, want at most %d altogether",
-                 (long long)problem->new_len, (long long)problem->carried_len, INT32_MAX);
+                 "kv_len: is %s beside %lld carried ones, want at most %d altogether",
+                 fdma_count_text(problem->new_len, "key").text, (long long)problem->carried_len,
+                 INT32_MAX);
     problem->kv_len = problem->carried_len + problem->new_len;
     *settled |= bit_of('j');
     return FDMA_OK;
@@ -510,16 +512,17 @@ static fdma_status check_broadcast(const fdma_problem *problem, const tensor_ent
     const int64_t want = full[strchr("BHIJ", entry->dims[axis]) - "BHIJ"];
     if (entry->member == offsetof(fdma_problem, dattn_bias))
         FDMA_REQUIRE(length == problem->attn_bias.shape[axis], FDMA_INVALID_ARGUMENT,
-                     "%s: axis %d has %lld elements, want %lld, as attn_bias has", entry->name,
-                     axis, (long long)length, (long long)problem->attn_bias.shape[axis]);
+                     "%s: axis %d has %s, want %lld, as attn_bias has", entry->name, axis,
+                     fdma_count_text(length, "element").text,
+                     (long long)problem->attn_bias.shape[axis]);
     if (entry->dims[axis] == 'H')
         FDMA_REQUIRE(length == want || length == problem->kv_heads || length == 1,
-                     FDMA_INVALID_ARGUMENT, "%s: axis %d has %lld elements, want %lld, %lld or 1",
-                     entry->name, axis, (long long)length, (long long)want,
+                     FDMA_INVALID_ARGUMENT, "%s: axis %d has %s, want %lld, %lld or 1", entry->name,
+                     axis, fdma_count_text(length, "element").text, (long long)want,
                      (long long)problem->kv_heads);
     FDMA_REQUIRE(entry->dims[axis] == 'H' || length == want || length == 1, FDMA_INVALID_ARGUMENT,
-                 "%s: axis %d has %lld elements, want %lld or 1", entry->name, axis,
-                 (long long)length, (long long)want);
+                 "%s: axis %d has %s, want %lld or 1", entry->name, axis,
+                 fdma_count_text(length, "element").text, (long long)want);
     return FDMA_OK;
 }
 
@@ -549,8 +552,8 @@ static fdma_status settle_tensor(fdma_problem *problem, const tensor_entry *entr
         }
         const int64_t want = size != NULL ? *size : derived_length(problem, dim);
         FDMA_REQUIRE(tensor->shape[axis] == want, FDMA_INVALID_ARGUMENT,
-                     "%s: axis %d has %lld elements, want %lld", entry->name, axis,
-                     (long long)tensor->shape[axis], (long long)want);
+                     "%s: axis %d has %s, want %lld", entry->name, axis,
+                     fdma_count_text(tensor->shape[axis], "element").text, (long long)want);
     }
     return FDMA_OK;
 }
@@ -664,19 +667,19 @@ static fdma_status check_tables(const fdma_problem *problem) {
     FDMA_TRY(check_table(problem, &problem->table_out, out));
     const bool given = is_present(&problem->table_in.score);
     if (problem->operation == operation_select) {
-        FDMA_REQUIRE(!given || !is_present(&problem->table_out.score) ||
-                         problem->carried_len == problem->slots,
-                     FDMA_INVALID_ARGUMENT,
-                     "table_in.score: axis 2 has %lld elements, want %lld with table_out",
-                     (long long)problem->carried_len, (long long)problem->slots);
+        FDMA_REQUIRE(
+            !given || !is_present(&problem->table_out.score) ||
+                problem->carried_len == problem->slots,
+            FDMA_INVALID_ARGUMENT, "table_in.score: axis 2 has %s, want %lld with table_out",
+            fdma_count_text(problem->carried_len, "element").text, (long long)problem->slots);
         return FDMA_OK;
     }
     if (problem->operation != operation_attention)
         return FDMA_OK;
     FDMA_TRY(check_pair("k_carried", &problem->k_carried, "table_in", given));
     FDMA_REQUIRE(!given || problem->carried_len == problem->slots, FDMA_INVALID_ARGUMENT,
-                 "k_carried: axis 1 has %lld elements, want %lld", (long long)problem->carried_len,
-                 (long long)problem->slots);
+                 "k_carried: axis 1 has %s, want %lld",
+                 fdma_count_text(problem->carried_len, "element").text, (long long)problem->slots);
     return FDMA_OK;
 }
 

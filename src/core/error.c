@@ -44,6 +44,13 @@ device_text fdma_device_text(int32_t device) {
     return result;
 }
 
+count_text fdma_count_text(int64_t count, const char *noun) {
+    count_text result;
+    snprintf(result.text, sizeof result.text, "%lld %s%s", (long long)count, noun,
+             count == 1 ? "" : "s");
+    return result;
+}
+
 const char *fdma_last_error(void) { return message; }
 
 const char *fdma_status_name(fdma_status status) {

@@ -22,6 +22,13 @@ typedef struct device_text {
 
 device_text fdma_device_text(int32_t device);
 
+/* "1 element" or "2 elements". */
+typedef struct count_text {
+    char text[40];
+} count_text;
+
+count_text fdma_count_text(int64_t count, const char *noun);
+
 #define FDMA_REQUIRE(condition, status, ...)                                                       \
     do {                                                                                           \
         if (!(condition))                                                                          \

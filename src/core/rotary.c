@@ -15,8 +15,8 @@ fdma_status fdma_check_rotary(const fdma_problem *problem) {
                  (long long)problem->rotation.first, (long long)(positions - rows));
     if (problem->operation == operation_rotary_table) {
         FDMA_REQUIRE(dim >= 2 && dim <= 2 * most_pairs && dim % 2 == 0, FDMA_INVALID_ARGUMENT,
-                     "rotary: axis 1 has %lld elements, want an even number from 2 to %d",
-                     (long long)dim, 2 * most_pairs);
+                     "rotary: axis 1 has %s, want an even number from 2 to %d",
+                     fdma_count_text(dim, "element").text, 2 * most_pairs);
         FDMA_REQUIRE(problem->rotation.first == 0 || !is_present(&problem->positions),
                      FDMA_INVALID_ARGUMENT, "first: is %lld, want 0 with positions",
                      (long long)problem->rotation.first);
@@ -81,8 +81,8 @@ fdma_status fdma_check_positions(const fdma_problem *problem, check_depth depth)
     const int64_t rows = packed ? longest_sequence(problem) : problem->q_len;
     const int64_t want = rows > 0 ? options->offset - options->first + rows : 0;
     FDMA_REQUIRE(problem->rotary.shape[0] >= want, FDMA_INVALID_ARGUMENT,
-                 "rotary: axis 0 has %lld elements, want %lld or more: the last position is %lld",
-                 (long long)problem->rotary.shape[0], (long long)want,
+                 "rotary: axis 0 has %s, want %lld or more: the last position is %lld",
+                 fdma_count_text(problem->rotary.shape[0], "element").text, (long long)want,
                  (long long)(options->first + want - 1));
     return FDMA_OK;
 }

@@ -289,8 +289,8 @@ static fdma_status check_dtype(const char *name, int64_t of_state, fdma_dtype of
 static fdma_status check_bytes(const uint8_t *state, size_t bytes, state_header *header) {
     FDMA_REQUIRE(state != NULL, FDMA_INVALID_ARGUMENT, "state: is NULL, want a saved sequence");
     FDMA_REQUIRE(bytes >= sizeof *header, FDMA_INVALID_ARGUMENT,
-                 "state: has %zu bytes, want a saved sequence, of at least %zu", bytes,
-                 sizeof *header);
+                 "state: has %s, want a saved sequence, of at least %zu",
+                 fdma_count_text((int64_t)bytes, "byte").text, sizeof *header);
     memcpy(header, state, sizeof *header);
     FDMA_REQUIRE(memcmp(header->magic, state_magic, sizeof header->magic) == 0,
                  FDMA_INVALID_ARGUMENT,
@@ -303,8 +303,8 @@ static fdma_status check_bytes(const uint8_t *state, size_t bytes, state_header 
                  "words of %d",
                  (unsigned long long)header->bytes, sizeof *header, word_bytes);
     FDMA_REQUIRE(bytes >= header->bytes, FDMA_INVALID_ARGUMENT,
-                 "state: is truncated: has %zu bytes, want %llu", bytes,
-                 (unsigned long long)header->bytes);
+                 "state: is truncated: has %s, want %llu",
+                 fdma_count_text((int64_t)bytes, "byte").text, (unsigned long long)header->bytes);
     const uint64_t sum = checksum_of(state + checked_from, header->bytes - checked_from);
     FDMA_REQUIRE(sum == header->checksum, FDMA_INVALID_ARGUMENT,
                  "state: is damaged: its checksum is %016llx, want %016llx",

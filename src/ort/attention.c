@@ -128,8 +128,8 @@ static OrtStatus *check_ranks(const ort_call *call) {
     const int64_t batch = call->inputs[ORT_Q].shape[0], cached = call->inputs[CACHE_K].shape[0];
     if (batch != cached)
         return fdma_ort_refuse(call->api, ORT_INVALID_ARGUMENT,
-                               "cache_k: axis 0 has %lld elements, want the batch, %lld",
-                               (long long)cached, (long long)batch);
+                               "cache_k: axis 0 has %lld element%s, want the batch, %lld",
+                               (long long)cached, cached == 1 ? "" : "s", (long long)batch);
     return NULL;
 }
 

@@ -451,7 +451,7 @@ def test_errors_of_repeated_calls(call: Function) -> None:
         (prepared,) = _call.memory.prepared.values()
         prepared.args.exec.workspace_size = 1
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="workspace_size: is 1 bytes, want"):
+            with pytest.raises(RuntimeError, match="workspace_size: is 1 byte, want"):
                 call(*tensors)
         prepared.args.exec.workspace_size = prepared.workspace_size
         assert_same(call(*tensors), wanted)
@@ -463,7 +463,7 @@ def test_errors_of_recorded_calls() -> None:
     fused(*tensors)
     (prepared,) = {call.prepared for x in _call.memory.direct.values() for call in x}
     prepared.args.exec.workspace_size = 1
-    with pytest.raises(RuntimeError, match="workspace_size: is 1 bytes, want"):
+    with pytest.raises(RuntimeError, match="workspace_size: is 1 byte, want"):
         fused(*tensors)
     prepared.args.exec.workspace_size = prepared.workspace_size
     assert fused(*tensors).requires_grad

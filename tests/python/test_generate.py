@@ -345,39 +345,28 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "two rules": ({"rope_scaling": LINEAR}, "'rope_scaling': stands beside"),
     "rules": ({"rope_parameters": 5}, "'rope_parameters' or 'rope_scaling': is no object"),
     "factor": ({"rope_parameters": {"rope_type": "linear"}}, "'factor': is missing"),
-    "no integer": ({"hidden_size": 64.5}, "'hidden_size': is 64.5, want an integer from 8"),
-    "float size": ({"hidden_size": 64.0}, "'hidden_size': is 64.0, want an integer from 8"),
-    "float layers": ({"num_hidden_layers": 2.0}, "'num_hidden_layers': is 2.0, want an integer"),
-    "flag for size": ({"vocab_size": True}, "'vocab_size': is true, want an integer from 1"),
-    "text for size": ({"vocab_size": "1000"}, "'vocab_size': is '1000', want an integer from 1"),
+    "no integer": ({"hidden_size": 64.5}, "'hidden_size': want an integer from 8"),
     "head_dim": ({"head_dim": 20}, "'head_dim': is 20, want a multiple of 8 up to 256"),
     "kv heads": ({"num_key_value_heads": 3}, "'num_key_value_heads': is 3, want a divisor"),
-    "window": ({"keep_window_size": 0}, "'keep_window_size': is 0, want an integer from 1"),
+    "window": ({"keep_window_size": 0}, "'keep_window_size': want an integer from 1"),
     "vocabulary": ({"vocab_size": 999}, "axis 0 has 1000 elements, want 999"),
     "layers": ({"num_hidden_layers": 3}, "tensor 'model.layers.2.self_attn.q_proj.weight': is"),
     "biases": ({"mlp_bias": True}, "tensor 'model.layers.0.mlp.gate_proj.bias': is missing"),
     "flag": ({"attention_bias": 1}, "'attention_bias': want true or false"),
-    "ends": ({"eos_token_id": "end"}, "'eos_token_id': is 'end', want a token, 0 to 999"),
-    "no ends": ({"eos_token_id": []}, "'eos_token_id': is a list of 0, want a token, a list of 1"),
-    "many ends": ({"eos_token_id": [*range(99)]}, "'eos_token_id': is a list of 99, want a token"),
-    "float end": ({"eos_token_id": 5.0}, "'eos_token_id': is 5.0, want a token, 0 to 999"),
-    "float ends": ({"eos_token_id": [7, 5e0]}, "'eos_token_id': is 5.0, want a token, 0 to 999"),
-    "list of ends": ({"eos_token_id": [[7]]}, "'eos_token_id': is a list, want a token, 0 to 999"),
+    "ends": ({"eos_token_id": "end"}, "'eos_token_id': want a token"),
+    "no ends": (
+        {"eos_token_id": []},
+        "'eos_token_id': is an empty list, want null, a token, or up",
+    ),
     "end of text": ({"eos_token_id": 1000}, "'eos_token_id': is 1000, want a token, 0 to 999"),
     "negative end": ({"eos_token_id": [7, -1]}, "'eos_token_id': is -1, want a token, 0 to 999"),
     "half an end": ({"eos_token_id": 1.5}, "'eos_token_id': is 1.5, want a token, 0 to 999"),
     "eps": ({"rms_norm_eps": 0}, "'rms_norm_eps': want a number above 0"),
     "null activation": ({"hidden_act": None}, "'hidden_act': is no text, want silu"),
     "null eps": ({"rms_norm_eps": None}, "'rms_norm_eps': want a number above 0"),
-    "null window": (
-        {"keep_window_size": None},
-        "'keep_window_size': is null, want an integer from 1",
-    ),
-    "null layers": (
-        {"num_hidden_layers": None},
-        "'num_hidden_layers': is null, want an integer from 1",
-    ),
-    "null head_dim": ({"head_dim": None}, "'head_dim': is null, want an integer from 8"),
+    "null window": ({"keep_window_size": None}, "'keep_window_size': want an integer from 1"),
+    "null layers": ({"num_hidden_layers": None}, "'num_hidden_layers': want an integer from 1"),
+    "null head_dim": ({"head_dim": None}, "'head_dim': want an integer from 8"),
     "null experts": ({"is_moe": None}, "'is_moe': want true or false"),
     "null biases": ({"attention_bias": None}, "'attention_bias': want true or false"),
     "null base": ({"rope_parameters": {"rope_theta": None}}, "'rope_theta': want a number above 0"),
@@ -395,30 +384,12 @@ def test_other_models_are_refused(tmp_path: Path, whole: Path, case: str) -> Non
     assert message in refusal("generate", tmp_path / "model", "--ids", "1")
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CONFIGS if case.startswith(("null", "float", "flag", "text"))]
-)
-def test_transformers_refuses_these_entries(tmp_path: Path, whole: Path, case: str) -> None:
+@pytest.mark.parametrize("case", [case for case in CONFIGS if case.startswith("null")])
+def test_transformers_refuses_these_nulls(tmp_path: Path, whole: Path, case: str) -> None:
     shutil.copyfile(whole / "config.json", tmp_path / "config.json")
     change_config(tmp_path, **CONFIGS[case][0])
     with pytest.raises((StrictDataclassError, TypeError, KeyError)):
         transformers.DogeForCausalLM(transformers.DogeConfig.from_pretrained(tmp_path))
-
-
-def test_integers_beside_other_numbers(tmp_path: Path) -> None:
-    """Texts that look like numbers, and numbers with a point or an exponent, change no integer."""
-    folder = make_folder(tmp_path, 5, torch.float32)
-    tokens, _ = generated(folder, torch.float32, tokens=6)
-    file = tmp_path / "config.json"
-    config = file.read_text().replace(
-        "{", '{"a\\\\": "1.5", "b\\"2.5": [[], {}, -3.5, 4E1, 5], ', 1
-    )
-    file.write_text(config)
-    assert json.loads(config)['b"2.5'] == [[], {}, -3.5, 40.0, 5]
-    assert run_folder(folder, 6)[0]["tokens"] == tokens
-    file.write_text(config.replace('"vocab_size": 1000', '"vocab_size": 1e3'))
-    message = "config.json: 'vocab_size': is 1e3, want an integer from 1 to"
-    assert message in refusal("generate", tmp_path, "--ids", "1")
 
 
 @pytest.mark.parametrize("name", NULLS)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import evaluate
@@ -425,7 +427,7 @@ TRACED = "is a traced array, want {}, which has to be known when the program is 
         ),
         ({"query": (1, 12, 3, 8)}, "q_heads: is 3, want a positive multiple of kv_heads, 2"),
         ({"value": (1, 5, 2, 8)}, "value: axis 1 has 5 elements, want 12"),
-        ({"a_coef": (1,)}, "a_coef: axis 0 has 1 elements, want 2"),
+        ({"a_coef": (1,)}, "a_coef: axis 0 has 1 element, want 2"),
         ({"key_valid": (1, 12)}, "key_valid: dtype is float32, supported: bool or uint8"),
         ({"key": jnp.bfloat16}, "key: dtype is bfloat16, supported: float32"),
         (
@@ -505,7 +507,7 @@ def test_messages_of_caches() -> None:
         ),
         (
             lambda: ours.prefill(*[x[:1] for x in rows], cache, **weights),
-            "query: axis 0 has 1 elements, want one for each sequence of the cache, 2",
+            "query: axis 0 has 1 element, want one for each sequence of the cache, 2",
         ),
         (lambda: ours.KeyCache.empty(0, 2, 8, 4), "sequences: is 0, want 1 or more"),
         (
@@ -611,3 +613,20 @@ def test_no_library() -> None:
     env = {"FDMA_JAX_LIBRARY": "nothing.so", "PYTHONPATH": str(ROOT / "python")}
     done = python("-c", "import flash_dmattn.jax", env=env)
     assert "ImportError: FDMA_JAX_LIBRARY is 'nothing.so', which is not a file" in done.stderr
+
+
+def test_host_time_is_written_to_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import host_time_jax
+
+    file = tmp_path / "out.json"
+    words = ["host_time_jax.py", str(file), "--rounds", "2", "--calls", "1"]
+    monkeypatch.setattr("sys.argv", words)
+    host_time_jax.main()
+    machine, *rows = map(json.loads, file.read_text().splitlines())
+    device = "cuda" if HAS_GPU else "cpu"
+    wanted = {"jax": jax.__version__, "device": device, "length": 64, "window": 32}
+    assert wanted.items() <= machine.items() and {"machine", "date", "commit"} <= machine.keys()
+    found = [(row["q_heads"], row["kv_heads"], row["dtype"]) for row in rows]
+    dtypes = ["bfloat16"] if HAS_GPU else ["float32", "bfloat16"]
+    assert found == [(*heads, dtype) for dtype in dtypes for heads in ((1, 1), (8, 2))]
+    assert all(row[name] > 0 for row in rows for name in ("us", "dense_us", "ratio"))

@@ -683,7 +683,7 @@ BROKEN_TENSORS = {
         EXPAND,
         torch.zeros(512, 128).half(),
     ),
-    f"tensor '{EXPAND}.scale': axis 0 has 1 elements, want 512": (f"{EXPAND}.scale", torch.ones(1)),
+    f"tensor '{EXPAND}.scale': axis 0 has 1 element, want 512": (f"{EXPAND}.scale", torch.ones(1)),
     f"tensor '{EXPAND}.scale': dtype is F64, want F32": (
         f"{EXPAND}.scale",
         torch.ones(512, dtype=torch.float64),

@@ -323,7 +323,7 @@ def test_bad_memories() -> None:
         (make_layer(), {"memory": memory}, "memory: is given, want None for a layer without"),
         (make_cross(), {}, "memory: is None, want hidden states, as memory_hidden is given"),
         (make_cross(), {"memory": memory[0]}, "memory: rank is 2, want 3; memory is"),
-        (make_cross(), {"memory": memory[:1]}, "memory: axis 0 has 1 elements, want 2, the batch"),
+        (make_cross(), {"memory": memory[:1]}, "memory: axis 0 has 1 element, want 2, the batch"),
         (make_cross(), {"memory": x}, "memory: axis 2 has 48 elements, want 20; memory is"),
         (
             make_cross(),

@@ -112,7 +112,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"kv_head": -1}, ValueError, "kv_head: is -1, want 0 to 2; the number of kv heads is 3"),
     ({"rows": "queries"}, ValueError, "rows: is 'queries', want 'keys' or 'slots'"),
     ({"slot": WINDOW}, ValueError, "slot: is 5, want 0 to 4; the number of slots is 5"),
-    ({"texts": ["a"]}, ValueError, "texts: has 1 entries, want 60, one for each key"),
+    ({"texts": ["a"]}, ValueError, "texts: has 1 text, want 60, one for each key"),
     ({"texts": "abc"}, TypeError, "texts: is 'abc', a str, want a list of str"),
     ({"axes": 1}, TypeError, "axes: is 1, an int, want matplotlib's Axes"),
 ]

@@ -51,8 +51,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     (dict(shape=[2**32, 2**32]), "more than 2^63 elements"),
     (dict(shape=[2**52, 2**7]), "do not fit its shape"),
     (dict(shape=[0, 2**52, 2**52]), "more than 2^63 elements"),
-    (dict(shape=[3]), "8 bytes of data do not fit its shape"),
-    (dict(shape=[1]), "8 bytes of data do not fit its shape"),
+    (dict(shape=[3]), "do not fit its shape: bytes: 8, elements of F32: 3"),
+    (dict(shape=[1]), "do not fit its shape: bytes: 8, elements of F32: 1"),
     (dict(data_offsets=[8]), "data_offsets is not two"),
     (dict(data_offsets=[0, 8, 8]), "data_offsets is not two"),
     (dict(data_offsets=[8, 0]), "[8, 0] are no range"),
@@ -63,7 +63,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
 ]
 MALFORMED = {
     "empty": (b"", "the file is empty"),
-    "short": (b"\x02\0\0", "not a safetensors file: 3 bytes are too few"),
+    "short": (b"\x02\0\0", "not a safetensors file: its size in bytes is 3, which is too few"),
     "only a length": (pack(b""), "not a safetensors file: the header does not begin with '{'"),
     "length past the end": (pack(entry(), DATA, 1000), f"{CUT}: its header would have 1000"),
     "length one past the end": (pack(b"{}", b"", 3), "would have 3 bytes, the file has 10"),
@@ -88,9 +88,15 @@ MALFORMED = {
     ),
     "overlap": (pack(pair((0, 6), (4, 8)), DATA), "tensor 'y': overlaps 'x' at byte 4"),
     "same bytes": (pack(pair((0, 8), (0, 8)), DATA), "overlaps"),
-    "hole": (pack(pair((0, 3), (5, 8)), DATA), "'y': the 2 bytes before it belong to no tensor"),
-    "hole at the start": (pack(pair((1, 3), (3, 8)), DATA), "'x': the 1 bytes before it"),
-    "bytes after the last": (pack(entry(), DATA + b"12"), "the last 2 bytes belong to no tensor"),
+    "hole": (pack(pair((0, 3), (5, 8)), DATA), "'y': begins at byte 5 of the data, want 3"),
+    "hole at the start": (
+        pack(pair((1, 3), (3, 8)), DATA),
+        "'x': begins at byte 1 of the data, want 0",
+    ),
+    "bytes after the last": (
+        pack(entry(), DATA + b"12"),
+        "data: ends at byte 10, want 8, the end of the last",
+    ),
     "names twice": (pack(DUPLICATE, DATA), "header: 'x' occurs twice"),
     "field twice": (pack(TWICE, DATA), "tensor 'x': dtype occurs twice"),
     "metadata is a list": (pack({"__metadata__": [], **entry()}, DATA), "__metadata__: not an"),

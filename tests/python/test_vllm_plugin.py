@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import flash_dmattn
 import flash_dmattn.vllm
 import pytest
 import torch
+import vllm_decode
 import vllm_layer
 from cases import on_device
 from flash_dmattn import streams
@@ -208,3 +211,73 @@ def test_two_requests_in_one_sequence() -> None:
 def test_no_engine() -> None:
     with pytest.raises(RuntimeError, match="model.states: no engine serves this model, want one"):
         pages.no_engine("model.states")
+
+
+# ---- benchmarks/vllm_decode.py ----
+
+
+class FakeEngine:
+    """What the benchmark reads of vLLM's engine. A request has a page of 3 MiB in 2 layers."""
+
+    def __init__(self, config: Any) -> None:
+        is_doge = config.model_type == "doge"
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_attention_free=is_doge))
+        spec = SimpleNamespace(page_size_bytes=3 << 20)
+        group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])
+        self.running: list[Any] = []
+        free = lambda: 9 - len(self.running)  # noqa: E731
+        pool = SimpleNamespace(num_gpu_blocks=10, get_num_free_blocks=free)
+        kept = SimpleNamespace(kv_cache_groups=[group])
+        manager = SimpleNamespace(kv_cache_config=kept, block_pool=pool)
+        scheduler = SimpleNamespace(running=self.running, kv_cache_manager=manager)
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], _: Any) -> None:
+        assert len(prompt["prompt_token_ids"]) == 50
+        outputs = [SimpleNamespace(token_ids=[1])]
+        self.running.append(SimpleNamespace(request_id=name, outputs=outputs))
+
+    def step(self) -> list[Any]:
+        return self.running
+
+
+def test_decoding_is_written_to_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "")  # restored after the test
+    fake = SimpleNamespace(SamplingParams=SimpleNamespace, __version__="0.32.0")
+    monkeypatch.setitem(sys.modules, "vllm", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(vllm_decode, "make_engine", lambda config, _: FakeEngine(config))
+    file = tmp_path / "out.json"
+    words = ["vllm_decode.py", str(file), "--context", "50", "--requests", "3", "--steps", "5"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert vllm_decode.main() == 0
+    machine, *rows = map(json.loads, file.read_text().splitlines())
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    wanted = {**versions, "vllm": "0.32.0", "device": "cpu", "context": 50, "requests": 3}
+    assert wanted.items() <= machine.items() and {"machine", "date", "commit"} <= machine.keys()
+    assert [row["engine"] for row in rows] == ["selected", "full"]
+    assert [row["request_mib"] for row in rows] == [6, 6]
+    assert rows[1]["ratio"] == rows[1]["prompt_ratio"] == 1
+
+
+def test_rows_of_decoding() -> None:
+    options = SimpleNamespace(requests=4, context=100)
+    seconds = {"selected": [2.0, 1.0, 1.0], "full": [4.0, 5.0, 3.0]}
+    prompts, memory = {"selected": 8.0, "full": 20.0}, {"selected": 1 << 20, "full": 3 << 19}
+    own, full = vllm_decode.rows_of(options, prompts, seconds, memory)
+    assert own == {
+        "engine": "selected",
+        "tokens_per_second": 4.0,
+        "prompt_tokens_per_second": 50.0,
+        "request_mib": 1.0,
+        "ratio": 3.0,
+        "prompt_ratio": 2.5,
+    }
+    assert (full["tokens_per_second"], full["request_mib"], full["ratio"]) == (1.0, 1.5, 1.0)
+
+
+def test_a_file_of_decoding_in_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["vllm_decode.py", str(tmp_path / "none" / "out.json")])
+    with pytest.raises(SystemExit):
+        vllm_decode.main()

@@ -156,12 +156,12 @@ static void print_decoded(FILE *stream, const decoded_tokens *decoded) {
     if (decoded->tokens == 0)
         return;
     fprintf(stream,
-            "  decode     %" PRId64 " tokens: fastest %.4f ms a token, median %.4f, slowest %.4f\n"
+            "  decode     %" PRId64 " token%s: fastest %.4f ms a token, median %.4f, slowest %.4f\n"
             "             cache %.1f kB, k and v of all positions %.1f kB\n"
             "             largest difference from the whole sequence %.2g (allowed: %.2g)\n",
-            decoded->tokens, quantile(&decoded->times, 0), median(&decoded->times),
-            quantile(&decoded->times, 1), 1e-3 * decoded->cache_bytes, 1e-3 * decoded->full_bytes,
-            decoded->difference, decoded->allowed);
+            decoded->tokens, decoded->tokens == 1 ? "" : "s", quantile(&decoded->times, 0),
+            median(&decoded->times), quantile(&decoded->times, 1), 1e-3 * decoded->cache_bytes,
+            1e-3 * decoded->full_bytes, decoded->difference, decoded->allowed);
 }
 
 void print_report(FILE *stream, const attend_options *options, const attend_inputs *inputs,

@@ -3,6 +3,7 @@
 
 #include <cjson/cJSON.h>
 #include <errno.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -54,32 +55,6 @@ char *read_file(const char *path, size_t *count, char *message, size_t message_s
     return bytes;
 }
 
-/* Gives the numbers of a tree that are not written as integers their text. `at` is in the text of
- * the tree, before the first of them. Returns the place behind the last; NULL if memory is short. */
-static const char *keep_texts(cJSON *value, const char *at) {
-    if (cJSON_IsNumber(value)) {
-        while (*at != '-' && !(*at >= '0' && *at <= '9')) {
-            if (*at++ == '"') {
-                for (; *at != '"'; at++)
-                    at += *at == '\\';
-                at++;
-            }
-        }
-        const size_t length = strspn(at, "+-.Ee0123456789");
-        if (strcspn(at, ".Ee") < length) {
-            value->valuestring = cJSON_malloc(length + 1);
-            if (value->valuestring == NULL)
-                return NULL;
-            memcpy(value->valuestring, at, length);
-            value->valuestring[length] = '\0';
-        }
-        return at + length;
-    }
-    for (cJSON *child = value->child; child != NULL && at != NULL; child = child->next)
-        at = keep_texts(child, at);
-    return at;
-}
-
 cJSON *read_json(const char *path, char *message, size_t message_size) {
     size_t count = 0;
     char *const bytes = read_file(path, &count, message, message_size);
@@ -94,10 +69,6 @@ cJSON *read_json(const char *path, char *message, size_t message_size) {
                                       : "is no JSON object");
         cJSON_Delete(tree);
         tree = NULL;
-    } else if (keep_texts(tree, bytes) == NULL) {
-        snprintf(message, message_size, "takes more memory than there is");
-        cJSON_Delete(tree);
-        tree = NULL;
     }
     free(bytes);
     return tree;
@@ -109,21 +80,6 @@ const cJSON *find_json(const cJSON *tree, const char *name) {
 }
 
 bool is_json_integer(const cJSON *value, int64_t least, int64_t most) {
-    return cJSON_IsNumber(value) && value->valuestring == NULL &&
-           value->valuedouble >= (double)least && value->valuedouble <= (double)most;
-}
-
-value_text json_text_of(const cJSON *value) {
-    value_text found = {"null"};
-    if (cJSON_IsBool(value))
-        snprintf(found.text, sizeof found.text, "%s", cJSON_IsTrue(value) ? "true" : "false");
-    else if (cJSON_IsObject(value) || cJSON_IsArray(value))
-        snprintf(found.text, sizeof found.text, "%s",
-                 cJSON_IsArray(value) ? "a list" : "an object");
-    else if (cJSON_IsNumber(value) && value->valuestring == NULL)
-        snprintf(found.text, sizeof found.text, "%.17g", value->valuedouble);
-    else if (!cJSON_IsNull(value))
-        snprintf(found.text, sizeof found.text, cJSON_IsNumber(value) ? "%s" : "'%.60s'",
-                 value->valuestring);
-    return found;
+    return cJSON_IsNumber(value) && value->valuedouble >= (double)least &&
+           value->valuedouble <= (double)most && value->valuedouble == floor(value->valuedouble);
 }

@@ -13,8 +13,7 @@ typedef struct message_line {
 /*! refuse() - writes the line, cut to its size. Returns false, for the caller to return. */
 __attribute__((format(printf, 2, 3))) bool refuse(message_line to, const char *format, ...);
 
-/*! read_json() - the tree of a file that has one JSON object, for cJSON_Delete(). The valuestring
- *  of a number is its text if it is written with a point or an exponent, else NULL.
+/*! read_json() - the tree of a file that has one JSON object, for cJSON_Delete().
  *  Returns NULL with one line in `message` for a file that cannot be read or is not JSON */
 struct cJSON *read_json(const char *path, char *message, size_t message_size);
 
@@ -25,12 +24,5 @@ char *read_file(const char *path, size_t *count, char *message, size_t message_s
 /*! find_json() - the entry of an object; NULL if it is absent or null. */
 const struct cJSON *find_json(const struct cJSON *tree, const char *name);
 
-/*! is_json_integer() - true for a number that is written as an integer, from `least` to `most`. */
+/*! is_json_integer() - true for an integer from `least` to `most`. cJSON does not tell 7.0 from 7. */
 bool is_json_integer(const struct cJSON *value, int64_t least, int64_t most);
-
-typedef struct value_text {
-    char text[64];
-} value_text;
-
-/*! json_text_of() - what a value is, for messages: a number, a string (cut), or its kind. */
-value_text json_text_of(const struct cJSON *value);

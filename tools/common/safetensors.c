@@ -213,9 +213,9 @@ static int read_entry(const cJSON *tensor, uint64_t data_bytes, safetensors_entr
     if (elements > UINT64_MAX / bits || elements * bits % 8 != 0 ||
         elements * bits / 8 != entry->bytes)
         return refuse(message,
-                      "tensor '%.64s': %" PRIu64 " bytes of data do not fit its shape, %" PRIu64
-                      " elements of %s",
-                      entry->name, entry->bytes, elements, entry->dtype);
+                      "tensor '%.64s': its data do not fit its shape: bytes: %" PRIu64
+                      ", elements of %s: %" PRIu64,
+                      entry->name, entry->bytes, entry->dtype, elements);
     return 0;
 }
 
@@ -273,13 +273,14 @@ static int check_cover(const safetensors *file, uint64_t data_bytes, message_buf
                           entry->name, file->entries[e - 1].name, entry->begin);
         if (entry->begin > covered)
             return refuse(message,
-                          "tensor '%.64s': the %" PRIu64 " bytes before it belong to no tensor",
-                          entry->name, entry->begin - covered);
+                          "tensor '%.64s': begins at byte %" PRIu64 " of the data, want %" PRIu64,
+                          entry->name, entry->begin, covered);
         covered += entry->bytes;
     }
     if (covered != data_bytes)
-        return refuse(message, "data: the last %" PRIu64 " bytes belong to no tensor",
-                      data_bytes - covered);
+        return refuse(
+            message, "data: ends at byte %" PRIu64 ", want %" PRIu64 ", the end of the last tensor",
+            data_bytes, covered);
     return 0;
 }
 
@@ -333,7 +334,8 @@ int safetensors_parse(const uint8_t *bytes, size_t count, safetensors *file, cha
     const message_buffer line = {message, message_size};
     *file = (safetensors){.bytes = bytes, .count = count};
     if (count < PREFIX_BYTES)
-        return refuse(line, "not a safetensors file: %zu bytes are too few", count);
+        return refuse(line, "not a safetensors file: its size in bytes is %zu, which is too few",
+                      count);
     const uint64_t length = read_little_endian(bytes);
     if (length > HEADER_LIMIT)
         return refuse(line,

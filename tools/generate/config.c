@@ -27,9 +27,8 @@ static bool read_count(const reader *from, const char *name, int64_t least, int6
     const cJSON *const found = find_entry(from->tree, name);
     if (found != NULL) {
         if (!is_json_integer(found, least, most))
-            return refuse(from->message,
-                          "'%s': is %s, want an integer from %" PRId64 " to %" PRId64, name,
-                          json_text_of(found).text, least, most);
+            return refuse(from->message, "'%s': want an integer from %" PRId64 " to %" PRId64, name,
+                          least, most);
         *value = (int64_t)found->valuedouble;
     }
     if (*value < least)
@@ -115,9 +114,11 @@ static bool read_rotary(const reader *from, config *it) {
 }
 
 static bool add_end(const reader *from, const cJSON *end, config *it) {
+    if (!cJSON_IsNumber(end) || it->end_count == MOST_ENDS)
+        return refuse(from->message, "'eos_token_id': want a token, or up to %d", MOST_ENDS);
     if (!is_json_integer(end, 0, it->vocab_size - 1))
-        return refuse(from->message, "'eos_token_id': is %s, want a token, 0 to %" PRId64,
-                      json_text_of(end).text, it->vocab_size - 1);
+        return refuse(from->message, "'eos_token_id': is %.17g, want a token, 0 to %" PRId64,
+                      end->valuedouble, it->vocab_size - 1);
     it->ends[it->end_count++] = (int64_t)end->valuedouble;
     return true;
 }
@@ -126,11 +127,10 @@ static bool read_ends(const reader *from, config *it) {
     const cJSON *const ends = find_json(from->tree, "eos_token_id");
     if (!cJSON_IsArray(ends))
         return ends == NULL || add_end(from, ends, it);
-    const int count = cJSON_GetArraySize(ends);
-    if (count < 1 || count > MOST_ENDS)
+    if (cJSON_GetArraySize(ends) == 0)
         return refuse(from->message,
-                      "'eos_token_id': is a list of %d, want a token, a list of 1 to %d, or null",
-                      count, MOST_ENDS);
+                      "'eos_token_id': is an empty list, want null, a token, or up to %d",
+                      MOST_ENDS);
     const cJSON *end;
     cJSON_ArrayForEach(end, ends) {
         if (!add_end(from, end, it))

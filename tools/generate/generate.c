@@ -181,9 +181,10 @@ static void report(const generate_options *options, run_state *state, const text
     const bench_result bench = options->bench ? bench_tokens(state) : (bench_result){0};
     if (!options->json) {
         fprintf(stderr,
-                "prompt: %" PRId64 " tokens, %.4g tokens/s; written: %" PRId64
-                " tokens, %.4g tokens/s; weights %.4g MB, cache %.4g MB, %d threads\n",
-                it->prompt, prompt_rate, more + 1, rate, weights_mb, cache_mb, state->thread_count);
+                "prompt: %" PRId64 " token%s, %.4g tokens/s; written: %" PRId64
+                " token%s, %.4g tokens/s; weights %.4g MB, cache %.4g MB, threads: %d\n",
+                it->prompt, it->prompt == 1 ? "" : "s", prompt_rate, more + 1, more == 0 ? "" : "s",
+                rate, weights_mb, cache_mb, state->thread_count);
         if (options->bench)
             print_bench(&bench);
         return;

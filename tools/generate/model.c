@@ -33,8 +33,8 @@ static const safetensors_entry *find_entry(const reader *from, const char *name,
     }
     for (int axis = 0; axis < rank; axis++)
         if (entry->shape[axis] != shape[axis]) {
-            refuse(from->message, "tensor '%s': axis %d has %" PRId64 " elements, want %" PRId64,
-                   name, axis, entry->shape[axis], shape[axis]);
+            refuse(from->message, "tensor '%s': axis %d has %" PRId64 " element%s, want %" PRId64,
+                   name, axis, entry->shape[axis], entry->shape[axis] == 1 ? "" : "s", shape[axis]);
             return NULL;
         }
     return entry;

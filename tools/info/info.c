@@ -105,7 +105,7 @@ static void print_cpu(void) {
         printf("cpu        %s\n", fdma_last_error());
         return;
     }
-    printf("cpu        %s, %d cores\n", cpu.name, cpu.cores);
+    printf("cpu        %s, %d core%s\n", cpu.name, cpu.cores, cpu.cores == 1 ? "" : "s");
     printf("features   %s\n", cpu.features[0] != '\0' ? cpu.features : "none that kernels use");
 }
 

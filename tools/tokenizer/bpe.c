@@ -125,9 +125,8 @@ static bool read_vocabulary(bpe *it, const cJSON *vocabulary, char *message, siz
     const cJSON *token;
     cJSON_ArrayForEach(token, vocabulary) {
         if (!is_json_integer(token, 0, MOST_TOKENS - 1)) {
-            snprintf(message, message_size,
-                     "'model.vocab': '%.64s': is %s, want an integer from 0 to %d", token->string,
-                     json_text_of(token).text, MOST_TOKENS - 1);
+            snprintf(message, message_size, "'model.vocab': '%.64s': want an integer from 0 to %d",
+                     token->string, MOST_TOKENS - 1);
             return false;
         }
         it->end = token->valueint >= it->end ? token->valueint + 1 : it->end;

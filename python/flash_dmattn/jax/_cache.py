@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from .. import _library
+from .._describe import counted
 from ._arguments import (
     check_array,
     check_arrays,
@@ -173,10 +174,8 @@ def check_cache(cache: Any, array: Array) -> Given:
     check_rules(cache.window, cache.recent, cache.sinks, "cache.window")
     head_dim = -(-array.shape[-1] // 8) * 8
     if cache.key.shape[-1] != head_dim:
-        raise ValueError(
-            f"cache.key: axis 3 has {cache.key.shape[-1]} elements, want {head_dim}: head_dim, "
-            "rounded up to a multiple of 8"
-        )
+        count, wanted = counted(cache.key.shape[-1], "element"), "rounded up to a multiple of 8"
+        raise ValueError(f"cache.key: axis 3 has {count}, want {head_dim}: head_dim, {wanted}")
     return {field: getattr(cache, name) for field, name in CACHE_FIELDS.items()}
 
 
@@ -362,10 +361,11 @@ def prefill(
     x = check_arrays(named, tuple(named)[5:])
     arrays = check_cache(cache, x["key"])
     if query.shape[0] != cache.key.shape[0]:
-        raise ValueError(
-            f"query: axis 0 has {query.shape[0]} elements, want one for each sequence of the "
-            f"cache, {cache.key.shape[0]}"
+        count, wanted = (
+            counted(query.shape[0], "element"),
+            "want one for each sequence of the cache",
         )
+        raise ValueError(f"query: axis 0 has {count}, {wanted}, {cache.key.shape[0]}")
     rows, padded = pad({name: x[name] for name in ("query", "key", "value")}, x["dt_proj"])
     options: Options = (
         ("bias_form", choose("bias_form", bias_form, _library.BIAS_FORMS)),

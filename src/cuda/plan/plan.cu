@@ -132,7 +132,8 @@ fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem) {
     const size_t given = is_present(lists) ? (size_t)lists->shape[0] : 0;
     const size_t wanted = fdma_cuda_mask_lists_size(problem);
     FDMA_REQUIRE(given >= wanted, FDMA_INVALID_ARGUMENT,
-                 "mask_lists: axis 0 has %zu elements, want %zu or more", given, wanted);
+                 "mask_lists: axis 0 has %s, want %zu or more",
+                 fdma_count_text((int64_t)given, "element").text, wanted);
     FDMA_REQUIRE((uintptr_t)lists->data % alignof(uint4) == 0, FDMA_INVALID_ARGUMENT,
                  "mask_lists: is at address %p, want a multiple of %zu", lists->data,
                  alignof(uint4));
