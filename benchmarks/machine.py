@@ -1,4 +1,4 @@
-"""Where and of which commit figures are, and files of them. It needs no PyTorch."""
+"""The machine and the commit of figures, and files of them. It needs no PyTorch."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def rows_of(
     seconds: dict[str, list[float]],
     memory: dict[str, float],
 ) -> list[dict[str, Any]]:
-    """A row for each engine: rates, MiB of a request, and its rates by those of "full"."""
+    """A row for each engine: rates, MiB of a request, and rates divided by the rates of "full"."""
     return [
         {
             "engine": name,

@@ -731,7 +731,7 @@ BROKEN_METADATA = {
     "metadata 'qk_norm': is '', want an integer from 0 to 1": {"qk_norm": ""},
     "metadata 'qk_norm': is 'true', want an integer from 0 to 1": {"qk_norm": "true"},
     "tensor 'blocks.0.attention.k_norm.weight': is none of this model's": {"qk_norm": None},
-    "metadata 'nope': has 1 counts, want one for each layer, 2": {"nope": "1"},
+    "metadata 'nope': has 1 count, want one for each layer, 2": {"nope": "1"},
     "metadata 'nope': has 3 counts, want one for each layer, 2": {"nope": "0 1 2"},
     "metadata 'nope': count 1 is '3', want an integer from 0 to 2": {"nope": "0 3"},
     "metadata 'nope': count 0 is '-1', want an integer from 0 to 2": {"nope": "-1 0"},

@@ -217,7 +217,7 @@ def test_no_engine() -> None:
 
 
 class FakeEngine:
-    """What the benchmark reads of vLLM's engine. A request has a page of 3 MiB in 2 layers."""
+    """An engine, as far as the benchmark reads it. A request has a page of 3 MiB in 2 layers."""
 
     def __init__(self, config: Any) -> None:
         is_doge = config.model_type == "doge"

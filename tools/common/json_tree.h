@@ -24,5 +24,5 @@ char *read_file(const char *path, size_t *count, char *message, size_t message_s
 /*! find_json() - the entry of an object; NULL if it is absent or null. */
 const struct cJSON *find_json(const struct cJSON *tree, const char *name);
 
-/*! is_json_integer() - true for an integer from `least` to `most`. cJSON does not tell 7.0 from 7. */
+/*! is_json_integer() - true for an integer from `least` to `most`, also if it is written as 7.0. */
 bool is_json_integer(const struct cJSON *value, int64_t least, int64_t most);
