@@ -67,9 +67,9 @@ on_windows() { # on_windows WHEEL
         cp tools/wheels/smoke_library.py "$scratch" && cd "$scratch" &&
         export WINEPREFIX="$scratch/wine" WINEDEBUG=-all || return 1
     # its CPython takes no file as output, a pipe it does
-    wine "$scratch"/cpython/cp*/python.exe smoke_library.py unpacked </dev/null 2>&1 | cat
+    /usr/lib/wine/wine64 "$scratch"/cpython/cp*/python.exe smoke_library.py unpacked </dev/null 2>&1 | cat
     local status=$?
-    wineserver -k # it writes into the scratch folder
+    /usr/lib/wine/wineserver64 -k # it writes into the scratch folder
     return $status
 }
 
