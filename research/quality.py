@@ -155,15 +155,7 @@ class Run:
         if options.nope_heads > 0 and options.form in quality_model.LEARNED:
             quality_model.initialise_nope(self.model, options.nope_a)
         if options.start is not None:
-            start = quality_model.load(options.start)
-            metadata = start.config.metadata()
-            require_same_kind(options.start, metadata, config, is_same_model=options.evaluate)
-            try:
-                quality_model.start_from(self.model, start, options.new_scores)
-            except ValueError as error:
-                refuse(options.start, str(error))
-            if not options.evaluate:
-                self.require_positive_a(options.start)
+            self.start_from(options.start)
         self.model.to(self.device)
         groups = quality_optimizer.parameter_groups(self.model, options.decay, options.score_rate)
         groups["hidden"]["factor"] = options.hidden_rate
@@ -190,6 +182,18 @@ class Run:
         self.began = 0.0  # when the clock of training was last started
         self.pending: list[torch.Tensor] = []  # sums of steps that were not read yet
         self.counts = [0, 0]  # bytes in these: of texts without episodes, and marked bytes
+
+    def start_from(self, path: Path) -> None:
+        """Take the weights of a file."""
+        options, start = self.options, quality_model.load(path)
+        found, wanted = start.config.metadata(), self.model.config
+        require_same_kind(path, found, wanted, is_same_model=options.evaluate)
+        try:
+            quality_model.start_from(self.model, start, options.new_scores)
+        except ValueError as error:
+            refuse(path, str(error))
+        if not options.evaluate:
+            self.require_positive_a(path)
 
     def targeted_heads(self) -> list[int]:
         """The number of kv heads in each layer whose scores learn from targets; they are the last

@@ -406,7 +406,7 @@ def prefill_packed(
     scale: float,
 ) -> None:
     """fdma_prefill(): attention of the next tokens of the requests, any number of each, over the
-    cache, which they then enter. What is already in a request's sequence goes before them.
+    cache, which they then enter, behind the tokens that are in their sequences.
 
     rows: query [tokens, q_heads, head_dim], key and value [tokens, kv_heads, head_dim]; score:
     [kv_heads, tokens]; out: like query, is written but for requests without a sequence.
