@@ -362,21 +362,22 @@ cuda_build() {
 }
 
 # The kernels of the device as C++ for the CPU: tests/emulator. The few cases of check_emulated run in
-# every dtype, the others each in one. The sample leaves out the longest test, gradients of masks and
-# of biases of pairs.
+# every dtype, the others each in one. The sample leaves out the longest tests: gradients, and requests
+# of any lengths.
 emulated_tests() {
     backends="cache_store cache_long small_window stream_attention probabilities sink_logit dropout masks mask_lists rotate"
+    calls="lists workspace"
     divisor=32
     if [ "$full" = 1 ]; then
-        backends="$backends mask_gradients"
+        backends="$backends mask_gradients prefill"
+        calls="$calls backward calls"
         divisor=8
     fi
     # shellcheck disable=SC2046,SC2086 # lists of targets and of options
-    build_targets "fdma_tool test_cuda_lists test_cuda_backward test_cuda_workspace
-            $(printf 'test_%s ' $backends)" \
+    build_targets "fdma_tool $(printf 'test_cuda_%s ' $calls) $(printf 'test_%s ' $backends)" \
         emulated -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=EMULATED $narrow &&
         c_tests $divisor build/gates/emulated -R \
-            "^(check_emulated_.*|test_($(echo $backends | tr ' ' '|'))_cuda|test_cuda_(lists|backward|workspace))\$"
+            "^(check_emulated_.*|test_($(echo $backends | tr ' ' '|'))_cuda|test_cuda_($(echo $calls | tr ' ' '|')))\$"
 }
 
 # Not all of `undefined`: with its checks of pointers clang takes many minutes for a file of kernels,
