@@ -192,15 +192,12 @@ static fdma_status check_decode(const fdma_problem *problem) {
 }
 
 static fdma_status check_prefill(const fdma_problem *problem) {
-    const int64_t requests = problem->prefill.count, sequences = problem->cache.sequences;
+    const int64_t requests = problem->prefill.count;
     FDMA_REQUIRE(problem->q_len == problem->new_len, FDMA_INVALID_ARGUMENT,
                  "q_len: is %lld, want the tokens of k, %lld", (long long)problem->q_len,
                  (long long)problem->new_len);
     FDMA_REQUIRE(requests >= 0 && requests <= INT32_MAX, FDMA_INVALID_ARGUMENT,
                  "requests: is %lld, want 0 to %d", (long long)requests, INT32_MAX);
-    FDMA_REQUIRE(problem->prefill.index != NULL || requests <= sequences, FDMA_INVALID_ARGUMENT,
-                 "requests: is %lld, want at most the sequences of the cache, %lld, without index",
-                 (long long)requests, (long long)sequences);
     return FDMA_OK;
 }
 
@@ -351,6 +348,10 @@ static fdma_status check_requests(const fdma_problem *problem) {
     FDMA_REQUIRE(requests->starts != NULL, FDMA_INVALID_ARGUMENT,
                  "starts: is NULL, want %s in memory of the host",
                  fdma_count_text(requests->count + 1, "number").text);
+    FDMA_REQUIRE(requests->index != NULL || requests->count <= cache->sequences,
+                 FDMA_INVALID_ARGUMENT,
+                 "requests: is %lld, want at most the sequences of the cache, %lld, without index",
+                 (long long)requests->count, (long long)cache->sequences);
     FDMA_TRY(check_number("starts", 0, requests->starts[0], 0, 0));
     for (int64_t n = 0; n < requests->count; n++) {
         const int64_t first = requests->starts[n], end = requests->starts[n + 1];

@@ -1,6 +1,6 @@
 /* test_forward.c - properties of attention that hold for all numbers, by every kernel: the keys
  * that a query depends on; that threads, batch, time, addresses and keys that no query keeps do not
- * change a bit; and that few rows over many keys lose no small terms. */
+ * change a bit; and that few rows over many keys lose no small terms and no large logits. */
 #if defined(__linux__)
 #define _GNU_SOURCE /* MAP_NORESERVE */
 #include <sys/mman.h>
@@ -378,6 +378,28 @@ static void small_weights_count(const char *kernel) {
     CHECK_NEAR((double)*(float *)got.lse.data, log1p((keys - 1) * 0x1p-24), 2.5e-6);
 }
 
+/* The largest logits of fdma_forward(), of equal keys: each row has their mean. */
+static void largest_logits_are_finite(const char *kernel, fdma_dtype dtype) {
+    static const float logits[] = {2.3e38F, -2.3e38F};
+    const problem sizes = SIZES(1, 40, 40, 1, 1, 8, -1, 1);
+    problem x = new_problem(&sizes, dtype, 0);
+    if (!problem_is_taken(&x, kernel))
+        return;
+    memset(x.q.data, 0, bytes_of(x.q));
+    for (int64_t n = 0; n < count_of(x.v); n++)
+        store_float(x.v.data, dtype, n, 1);
+    for (int t = 0; t < TEST_COUNT(logits); t++) {
+        for (int64_t n = 0; n < count_of(x.bias); n++)
+            store_float(x.bias.data, x.bias.dtype, n, logits[t]);
+        const attended got = problem_attend(&x, kernel, 1);
+        test_context("%s %s, %g", kernel, dtype_name(dtype), (double)logits[t]);
+        for (int64_t n = 0; n < count_of(got.out); n++)
+            CHECK_NEAR(load_double(got.out.data, dtype, n), 1, 0.01);
+        for (int64_t n = 0; n < count_of(got.lse); n++)
+            CHECK_NEAR(load_double(got.lse.data, got.lse.dtype, n) / (double)logits[t], 1, 1e-6);
+    }
+}
+
 /* The name of a point forces its decode kernel for few rows and its tile kernel for more. The name
  * of each of the two forces it, but decode for few rows only. */
 static void each_kernel_can_be_forced(void) {
@@ -493,6 +515,7 @@ static const test_entry tests[] = {
 #endif
     EACH_KERNEL_ONCE("forward", small_values_count),
     EACH_KERNEL_ONCE("forward", small_weights_count),
+    EACH_KERNEL("forward", largest_logits_are_finite),
     TEST(each_kernel_can_be_forced),
     TEST(a_selection_of_all_keys_is_dense),
     TEST(every_type_has_poison),
@@ -501,6 +524,7 @@ static const test_entry tests[] = {
 };
 
 static const test_entry device_tests[] = {
+    EACH_KERNEL("forward", largest_logits_are_finite),
     TEST(every_type_has_poison),
     EACH_KERNEL("forward", unread_keys_do_not_show),
     EACH_KERNEL("forward", read_keys_show),

@@ -443,6 +443,31 @@ static void lend_for_any_lists(fdma_prefill_args *args) {
     exec_alloc(&args->exec, bytes);
 }
 
+/* Padding may have entries of its own: only those with a sequence count. */
+static void skipped_requests_may_outnumber_sequences(void) {
+    static const int32_t index[] = {-1, 3, -1, -1, -1, 0, -1},
+                         starts[] = {0, 1, 71, 71, 72, 72, 73, 90};
+    static const int32_t few[] = {3, 0};
+    static const int32_t none[streams] = {0};
+    whole_call x = new_whole(&prompts[0], FDMA_FLOAT32);
+    const fdma_cache cache = new_cache(&prompts[0], FDMA_FLOAT32);
+    packed_step s = {.len = 90};
+    for (int n = 0; n < requests; n++)
+        s.stream[n] = -1;
+    make_requests(&x, none, &s);
+    fdma_prefill_args args = args_of(&x, &cache, &s, NULL);
+    args.requests = TEST_COUNT(index);
+    lend_for_any_lists(&args);
+    args.starts = starts, args.index = index;
+    CHECK_OK(fdma_prefill(&args));
+    for (int n = 0; n < TEST_COUNT(few); n++)
+        CHECK_INT(((const int32_t *)cache.table.seen.data)[few[n]], n == 0 ? 70 : 1);
+    args.index = NULL;
+    check_refused(&args, FDMA_INVALID_ARGUMENT,
+                  "requests: is 7, want at most the sequences of the cache, 5, without index");
+    test_free_all();
+}
+
 /* The workspace of a query serves all lists, and the number of threads changes no bit. The second
  * call goes on where the first one has ended. */
 static void lists_need_no_other_workspace(void) {
@@ -506,6 +531,7 @@ static const test_entry tests[] = {
     TEST(pages_change_nothing),
     TEST(keys_of_missing_pages_are_hidden),
     TEST(wrong_lists_are_refused),
+    TEST(skipped_requests_may_outnumber_sequences),
     TEST(lists_need_no_other_workspace),
     TEST(kernels_are_named),
 };

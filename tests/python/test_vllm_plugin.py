@@ -138,6 +138,33 @@ def test_padding_takes_part_in_nothing() -> None:
         assert torch.equal(old[[0, 3, 4]], new[[0, 3, 4]])
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_requests_without_tokens_may_have_any_page(count: int) -> None:
+    """Steps of decoding and mixed ones, with a page of another request, and more of no page than
+    there are pages."""
+    states, _ = make_states(2)
+    maker = StepMaker(states, 5, "cpu")
+    starts = [0, count, count + 1, count + 1, count + 1, count + 1]
+    step = maker.make(starts, [count, 1, 9, 0, 0], torch.tensor([1, 2, 1, 0, 0]))
+    tokens = count + 1
+    query, key, value = torch.randn(tokens, 4, 8), *torch.randn(2, tokens, 2, 8)
+    out = torch.full_like(query, 7)
+    states.attend(0, step, query, key, value, torch.randn(2, tokens), out, 0.5)
+    assert states.seen[0].tolist() == [0, count, 1]
+    assert not (out == 7).any()
+
+
+def test_more_requests_without_a_page_than_pages() -> None:
+    states, _ = make_states(1)
+    maker = StepMaker(states, 4, "cpu")
+    step = maker.make([0, 1, 3, 4, 5], [1, 2, 1, 1], torch.tensor([0, 1, 0, 0]))
+    query, key, value = torch.randn(5, 4, 8), *torch.randn(2, 5, 2, 8)
+    out = torch.full_like(query, 7)
+    states.attend(0, step, query, key, value, torch.randn(2, 5), out, 0.5)
+    assert states.seen[0].tolist() == [0, 2]
+    assert [bool((row == 0).all()) for row in out] == [True, False, False, True, True]
+
+
 def test_only_pages_of_new_requests_are_emptied() -> None:
     states, maker = make_states(3)
     states.seen.fill_(5)

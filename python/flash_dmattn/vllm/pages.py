@@ -162,7 +162,11 @@ class StepMaker:
         if count == starts[-1] and all(lengths[:count]):
             own[count:] = -1
             return Step(own)
-        return Step(own, Requests.of(starts, own.tolist()))
+        # A request without tokens may have a page that another one has.
+        kept = [n for n in numbers if lengths[n]]
+        numbers_of = own.tolist()
+        firsts = [starts[n] for n in kept]
+        return Step(own, Requests.of([*firsts, starts[-1]], [numbers_of[n] for n in kept]))
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         """Copied without waiting for the device."""
