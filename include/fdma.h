@@ -509,8 +509,10 @@ typedef struct fdma_forward_args {
  *  Edge       a softcap below 1e-30 counts as 1e-30, which makes all capped products 0 in float32;
  *             a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf
  *             or, with a sink_logit, this; a kept logit or a sink_logit that is NaN or +inf: that
- *             row's out and lse are NaN; a sink_logit of -inf is as none; keys that are not
- *             valid or never kept are never read; sums may overflow, although out would be finite,
+ *             row's out and lse are NaN; a sink_logit of -inf is as none; a logit beyond 2e38, on a
+ *             device also a bias or attn_bias beyond 3e38 * scale, may count as infinite; keys that
+ *             are not valid or never kept are never read, but NaN or infinity in v of a key that
+ *             other queries keep may reach a row; sums may overflow, although out would be finite,
  *             if |v| * kept keys * w exceeds the largest float32: w, the most that a weight can be,
  *             is 2^11 on the CPU, 2^15 on compute capability 9.0 and 2^8 on other devices
  *  Errors     FDMA_INVALID_ARGUMENT also for a scale or softcap that is negative, infinite or NaN,
@@ -865,12 +867,14 @@ typedef struct fdma_prefill_args {
  *  Formula    fdma_score(), fdma_select() with the cache's table, fdma_forward() with its keys, and
  *             fdma_cache_store(), for each request
  *  Workspace  as fdma_attention() on all tokens with the rows of one sequence as carried keys, or
- *             as fdma_decode(); it serves any starts of as many requests
+ *             as fdma_decode(); it serves any starts and index of as many requests. Both may be
+ *             NULL in the query, which refuses an exec.kernel that takes short requests alone
  *  Edge       a request may have no tokens; rows of out and lse of a skipped request, and from the
- *             last start on, are not written. Requests of few tokens, up to 8 on the CPU and 64 on
- *             a device, run as in fdma_decode(): in one batch if they follow each other and have
- *             equally many tokens. With pages a device takes longer ones 64 tokens at a time, too.
- *             A CUDA graph keeps starts and index
+ *             last start on, are not written. With missing pages the tokens of a call still see
+ *             each other, so out and cache depend on how tokens are divided among calls. Requests
+ *             of few tokens, up to 8 on the CPU and 64 on a device, run as in fdma_decode(): in one
+ *             batch if they follow each other and have equally many tokens. With pages a device
+ *             takes longer ones 64 tokens at a time, too. A CUDA graph keeps starts and index
  *  Errors     FDMA_INVALID_ARGUMENT also for starts that do not begin with 0, decrease or lead
  *             beyond the tokens, an index beyond the cache, a sequence that two requests have,
  *             without index more requests than sequences, a stream longer than INT32_MAX tokens,

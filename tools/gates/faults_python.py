@@ -223,6 +223,9 @@ PYTHON = [
     Fault("a calibration forgets the lifetimes before it", "python/flash_dmattn/",
           "self.contract.bias.add_(", "self.contract.bias.copy_(",
           ("pytest test_lifetimes.py -k calibration",)),
+    Fault("requests without tokens hold their pages in a mixed step", "python/flash_dmattn/",
+          "kept = [n for n in numbers if lengths[n]]", "kept = list(numbers)",
+          ("pytest test_vllm_plugin.py -k any_page",)),
     Fault("drafts of a hybrid add the bias of their lifetimes", "python/flash_dmattn/",
           "            commit=entering,\n            softmax_scale=layer.scaling,\n"
           "            bias_form=self.bias_form,",
