@@ -164,9 +164,8 @@ class StepMaker:
             return Step(own)
         # A request without tokens may have a page that another one has.
         kept = [n for n in numbers if lengths[n]]
-        numbers_of = own.tolist()
-        firsts = [starts[n] for n in kept]
-        return Step(own, Requests.of([*firsts, starts[-1]], [numbers_of[n] for n in kept]))
+        firsts, sequences = [starts[n] for n in kept], own.tolist()
+        return Step(own, Requests.of([*firsts, starts[-1]], [sequences[n] for n in kept]))
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         """Copied without waiting for the device."""
