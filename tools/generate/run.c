@@ -170,7 +170,7 @@ static void rotate(const run_state *state, const layer *one, fdma_tensor q, fdma
 
 /* ---- attention ---- */
 
-static fdma_exec lend(run_state *state, size_t bytes, int32_t threads) {
+static fdma_exec lend(run_state *state, size_t bytes) {
     if (bytes > state->workspace_size) {
         free(state->workspace);
         state->workspace = allocate(bytes);
@@ -179,7 +179,7 @@ static fdma_exec lend(run_state *state, size_t bytes, int32_t threads) {
     return (fdma_exec){
         .workspace = state->workspace,
         .workspace_size = state->workspace_size,
-        .threads = threads,
+        .threads = state->thread_count,
         .parallel = &state->parallel,
     };
 }
@@ -201,10 +201,9 @@ static fdma_tensor tokens_of(fdma_tensor heads) {
     return fdma_dense_tensor(heads.data, heads.dtype, 3, heads.shape + 1);
 }
 
-/* Attention of one token takes less time than waking a second thread. */
 static void attend(run_state *state, int64_t n, fdma_tensor q, fdma_tensor k, fdma_tensor v) {
     const int64_t len = q.shape[1];
-    const int32_t starts[] = {0, (int32_t)len}, threads = len == 1 ? 1 : state->thread_count;
+    const int32_t starts[] = {0, (int32_t)len};
     fdma_prefill_args args = {
         .size = sizeof args,
         .cache = state->cache[n],
@@ -218,10 +217,10 @@ static void attend(run_state *state, int64_t n, fdma_tensor q, fdma_tensor k, fd
         .starts = starts,
         .requests = 1,
     };
-    args.exec.threads = threads;
+    args.exec.threads = state->thread_count;
     size_t bytes;
     demand(fdma_prefill_workspace(&args, &bytes));
-    args.exec = lend(state, bytes, threads);
+    args.exec = lend(state, bytes);
     demand(fdma_prefill(&args));
 }
 
