@@ -509,10 +509,11 @@ typedef struct fdma_forward_args {
  *  Edge       a softcap below 1e-30 counts as 1e-30, which makes all capped products 0 in float32;
  *             a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf
  *             or, with a sink_logit, this; a kept logit or a sink_logit that is NaN or +inf: that
- *             row's out and lse are NaN; a sink_logit of -inf is as none; a logit beyond 2e38, on a
- *             device also a bias or attn_bias beyond 3e38 * scale, may count as infinite; keys that
- *             are not valid or never kept are never read, but NaN or infinity in v of a key that
- *             other queries keep may reach a row; sums may overflow, although out would be finite,
+ *             row's out and lse are NaN; a sink_logit of -inf is as none; a logit beyond 2e38, a
+ *             sum of <q, k> beyond 3e38, and on a device a bias or attn_bias beyond 3e38 * scale
+ *             may count as infinite; keys that are not valid or never kept are never read; a row
+ *             may be NaN because of NaN or infinity in v of a key that only others of its tile
+ *             keep; sums may overflow, although out would be finite,
  *             if |v| * kept keys * w exceeds the largest float32: w, the most that a weight can be,
  *             is 2^11 on the CPU, 2^15 on compute capability 9.0 and 2^8 on other devices
  *  Errors     FDMA_INVALID_ARGUMENT also for a scale or softcap that is negative, infinite or NaN,
@@ -863,18 +864,18 @@ typedef struct fdma_prefill_args {
  *  and each other, which then enter the cache.
  *  Use it in an engine whose steps mix prompts, pieces of long prompts and single tokens. A request
  *  begins where its sequence of the cache is empty, and goes on otherwise. Out and cache are what
- *  fdma_decode() token by token gives, out up to rounding.
+ *  fdma_decode() token by token gives, out up to rounding, where no page is missing.
  *  Formula    fdma_score(), fdma_select() with the cache's table, fdma_forward() with its keys, and
  *             fdma_cache_store(), for each request
  *  Workspace  as fdma_attention() on all tokens with the rows of one sequence as carried keys, or
- *             as fdma_decode(); it serves any starts and index of as many requests. Both may be
- *             NULL in the query, which refuses an exec.kernel that takes short requests alone
+ *             as fdma_decode(); it serves any starts and index of as many requests. A query takes
+ *             NULL for both. It refuses an exec.kernel that has no kernel for long requests
  *  Edge       a request may have no tokens; rows of out and lse of a skipped request, and from the
- *             last start on, are not written. With missing pages the tokens of a call still see
- *             each other, so out and cache depend on how tokens are divided among calls. Requests
- *             of few tokens, up to 8 on the CPU and 64 on a device, run as in fdma_decode(): in one
- *             batch if they follow each other and have equally many tokens. With pages a device
- *             takes longer ones 64 tokens at a time, too. A CUDA graph keeps starts and index
+ *             last start on, are not written. With missing pages tokens see each other only within
+ *             a call, on a device within 64 tokens of it. Requests of few tokens, up to 8 on the
+ *             CPU and 64 on a device, run as in fdma_decode(): in one batch if they follow each
+ *             other and have equally many tokens. With pages a device takes longer ones 64 tokens
+ *             at a time, too. A CUDA graph keeps starts and index
  *  Errors     FDMA_INVALID_ARGUMENT also for starts that do not begin with 0, decrease or lead
  *             beyond the tokens, an index beyond the cache, a sequence that two requests have,
  *             without index more requests than sequences, a stream longer than INT32_MAX tokens,

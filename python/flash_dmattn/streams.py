@@ -374,11 +374,13 @@ def bias_of(score: torch.Tensor, bias_form: str) -> MaybeTensor:
 class Requests(NamedTuple):
     """Streams whose next tokens stand one after the other, in memory of the host."""
 
-    starts: ctypes.Array[ctypes.c_int32]  # of each request, and at the end the number of tokens
+    starts: ctypes.Array[ctypes.c_int32]  # of each request, and the end of the last one
     sequences: ctypes.Array[ctypes.c_int32]  # of the cache, of each request; -1: none
 
     @staticmethod
     def of(starts: Sequence[int], sequences: Sequence[int]) -> Requests:
+        if len(starts) != len(sequences) + 1:
+            raise ValueError(f"starts: has {len(starts)} numbers, want {len(sequences) + 1}")
         return Requests(
             (ctypes.c_int32 * len(starts))(*starts), (ctypes.c_int32 * len(sequences))(*sequences)
         )
@@ -409,10 +411,11 @@ def prefill_packed(
     cache, which they then enter, behind the tokens that are in their sequences.
 
     rows: query [tokens, q_heads, head_dim], key and value [tokens, kv_heads, head_dim]; score:
-    [kv_heads, tokens]; out: like query, is written but for requests without a sequence.
+    [kv_heads, tokens]; out: like query; rows of requests without a sequence, and from the last
+    start on, are not written.
 
     Raises:
-        ValueError, NotImplementedError: as decode(); a sequence that two requests have.
+        ValueError, NotImplementedError: as decode(), and if two requests have one sequence.
     """
     options = (*rules_of(cache), len(requests.sequences), bias_form, scale)
     given = (*rows, score, out, *tensors_of(cache))

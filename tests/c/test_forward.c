@@ -378,26 +378,46 @@ static void small_weights_count(const char *kernel) {
     CHECK_NEAR((double)*(float *)got.lse.data, log1p((keys - 1) * 0x1p-24), 2.5e-6);
 }
 
-/* The largest logits that fdma_forward() promises to take, of equal keys: rows have their mean. */
+/* Keys of even numbers have v = 1 and one logit, the others v = 2 and the same or the opposite. */
+static void check_large_logits(const problem *x, const char *kernel, double logit, bool equal) {
+    const attended got = problem_attend(x, kernel, 1);
+    for (int64_t i = 0; i < x->q_len; i++) {
+        const double twos = equal || logit < 0 ? (double)((i + 1) / 2) : 0;
+        const double ones = equal || logit > 0 || i == 0 ? (double)(i / 2 + 1) : 0;
+        const double lse = equal || logit > 0 || i == 0 ? logit : -logit;
+        for (int64_t c = 0; c < x->head_dim; c++)
+            CHECK_NEAR(load_double(got.out.data, x->dtype, i * x->head_dim + c),
+                       (ones + 2 * twos) / (ones + twos), problem_out_tolerance(x));
+        CHECK_NEAR(load_double(got.lse.data, got.lse.dtype, i) / lse, 1, 4 * (double)FLT_EPSILON);
+    }
+}
+
+/* The largest logits that fdma_forward() promises to take, from biases and from products. */
 static void largest_logits_are_finite(const char *kernel, fdma_dtype dtype) {
     const problem sizes = SIZES(1, 40, 40, 1, 1, 64, -1, 1);
+    const float largest = is_device_kernel(kernel) ? 3e38F / 8 : 2e38F;
     problem x = new_problem(&sizes, dtype, 0);
     if (!problem_is_taken(&x, kernel))
         return;
-    memset(x.q.data, 0, bytes_of(x.q));
     for (int64_t n = 0; n < count_of(x.v); n++)
-        store_float(x.v.data, dtype, n, 1);
-    for (int sign = -1; sign <= 1; sign += 2) {
-        const float logit = (float)sign * (is_device_kernel(kernel) ? 3e38F / 8 : 2e38F);
-        test_context("%s %s, %g", kernel, dtype_name(dtype), (double)logit);
+        store_float(x.v.data, dtype, n, n / x.head_dim % 2 == 0 ? 1 : 2);
+    for (int kind = 0; kind < 4; kind++) {
+        const float logit = kind % 2 == 0 ? largest : -largest;
+        test_context("%s %s, kind %d", kernel, dtype_name(dtype), kind);
+        memset(x.q.data, 0, bytes_of(x.q));
         for (int64_t n = 0; n < count_of(x.bias); n++)
-            store_float(x.bias.data, x.bias.dtype, n, logit);
-        const attended got = problem_attend(&x, kernel, 1);
-        for (int64_t n = 0; n < count_of(got.out); n++)
-            CHECK_NEAR(load_double(got.out.data, dtype, n), 1, 0.01);
-        for (int64_t n = 0; n < count_of(got.lse); n++)
-            CHECK_NEAR(load_double(got.lse.data, got.lse.dtype, n) / (double)logit, 1, 1e-6);
+            store_float(x.bias.data, x.bias.dtype, n, kind < 2 || n % 2 == 0 ? logit : -logit);
+        check_large_logits(&x, kernel, (double)logit, kind < 2);
     }
+    if (dtype == FDMA_FLOAT16)
+        return; // its products are small
+    memset(x.bias.data, 0, bytes_of(x.bias));
+    for (int64_t n = 0; n < count_of(x.q); n++)
+        store_float(x.q.data, dtype, n, 0x1.8p60F);
+    for (int64_t n = 0; n < count_of(x.k); n++)
+        store_float(x.k.data, dtype, n, 0x1.8p60F);
+    test_context("%s %s, products", kernel, dtype_name(dtype));
+    check_large_logits(&x, kernel, 0x1.2p127 / 8, true); // 64 * 1.5^2 * 2^120, times the scale
 }
 
 /* The name of a point forces its decode kernel for few rows and its tile kernel for more. The name

@@ -140,8 +140,8 @@ def test_padding_takes_part_in_nothing() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_requests_without_tokens_may_have_any_page(count: int) -> None:
-    """Steps of decoding and mixed ones, with a page of another request, and more of no page than
-    there are pages."""
+    """Steps of decoding and mixed ones. A request without tokens has the page of another one, and
+    there are more requests than pages."""
     states, _ = make_states(2)
     maker = StepMaker(states, 5, "cpu")
     starts = [0, count, count + 1, count + 1, count + 1, count + 1]
@@ -216,6 +216,27 @@ def test_packed_tokens_are_as_decoded_one_by_one(form: BiasForm, device: str) ->
             assert torch.equal(one.transpose(1, 2)[kept], other.transpose(1, 2)[kept])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_device)])
+def test_more_requests_than_a_launch_lists(device: str) -> None:
+    """A device gets the list of sequences 512 numbers at a time."""
+    torch.manual_seed(4)
+    count, dtype = 1050, torch.float32 if device == "cpu" else torch.bfloat16
+    shape: Any = {"kv_heads": 1, "head_dim": 8, "window": 4, "dtype": dtype, "device": device}
+    packed, single = (flash_dmattn.DynamicMaskCache(1, count, **shape).keys for _ in range(2))
+    order = torch.randperm(count)
+    for _ in range(2):
+        rows: Any = [torch.randn(count, 1, 8).to(device, dtype) for _ in range(3)]
+        score, out = torch.randn(1, count).to(device), torch.empty_like(rows[0])
+        requests = streams.Requests.of(range(count + 1), order.tolist())
+        streams.prefill_packed(rows, score, out, packed, requests, "exp", 1.0)
+        own: Any = {"score": score.view(count, 1, 1), "index": order.int().to(device)}
+        alone: Any = (x[:, None] for x in rows)
+        wanted = flash_dmattn.decode(*alone, single, softmax_scale=1.0, **own)
+        assert torch.equal(out, wanted[:, 0])
+    for one, other in zip(packed, single):
+        assert not isinstance(one, torch.Tensor) or torch.equal(one, other)
+
+
 def test_two_requests_in_one_sequence() -> None:
     cache = flash_dmattn.DynamicMaskCache(1, 3, kv_heads=2, head_dim=8, window=4).keys
     query, key, value = torch.randn(5, 4, 8), *torch.randn(2, 5, 2, 8)
@@ -228,6 +249,8 @@ def test_two_requests_in_one_sequence() -> None:
         requests = streams.Requests.of(*lists)
         with pytest.raises(ValueError, match=message):
             streams.prefill_packed((query, key, value), score, out, cache, requests, "exp", 1.0)
+    with pytest.raises(ValueError, match="starts: has 2 numbers, want 4"):
+        streams.Requests.of([0, 2], [0, 1, 2])
     with pytest.raises(ValueError, match=r"score: axis 1 has 4 elements, query has 5; score is"):
         requests = streams.Requests.of([0, 2, 5], [1, 2])
         rows = (query, key, value)

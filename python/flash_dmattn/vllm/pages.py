@@ -30,7 +30,7 @@ class Step(NamedTuple):
     """The requests of a step of the server, for all layers."""
 
     pages: torch.Tensor  # [requests] int32; -1: none
-    # Where a request has more tokens than one, or none before others.
+    # None: each request with tokens has one, and these requests come first.
     requests: Requests | None = None
 
 
