@@ -94,16 +94,17 @@ def require_same_kind(
 
 
 class Ranks:
-    """The processes of a training: each takes some sequences of every step, and adds up gradients
-    with the others. torchrun says in the environment how many there are."""
+    """The processes of a training, all on one host. Each takes some sequences of every step; their
+    gradients are added up. torchrun says in the environment how many there are."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.count, self.rank, self.device = 1, 0, torch.device(options.device)
-        if "WORLD_SIZE" not in os.environ:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return
         self.count, self.rank = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK"))
-        if options.steps is None or options.score_targets or options.batch % self.count:
-            wanted = f"--steps, no --score-targets, and a --batch divisible by {self.count}"
+        fits = options.steps is not None and options.batch % self.count == 0
+        if not fits or options.score_targets or os.environ["LOCAL_RANK"] != os.environ["RANK"]:
+            wanted = f"--steps, no --score-targets, a --batch divisible by {self.count}, one host"
             print(f"quality.py: {self.count} processes want {wanted}", file=sys.stderr)
             sys.exit(2)
         if self.device.type == "cuda":
@@ -116,7 +117,7 @@ class Ranks:
         return [array[self.rank :: self.count] for array in arrays]
 
     def add(self, tensors: list[torch.Tensor]) -> None:
-        """Add up the tensors of all ranks, in place."""
+        """Replace each tensor by its sum over all ranks."""
         if self.count > 1:
             flat = torch.cat([x.flatten() for x in tensors])
             distributed.all_reduce(flat)
@@ -470,11 +471,10 @@ def main(arguments: list[str] | None = None) -> None:
                 EPISODES[options.episodes],
             )
             train(run, evaluation, batches)
+        if run.ranks.count > 1:  # before others wait for rank 0 until a time is out
+            distributed.destroy_process_group()
         if run.ranks.rank == 0:
             evaluate(run, evaluation)
-    if run.ranks.count > 1:
-        distributed.barrier()
-        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

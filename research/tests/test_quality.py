@@ -3,6 +3,7 @@ runs, and the files, with tiny models on the CPU."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -442,7 +443,26 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
     assert row[2:] == pytest.approx(other[2:], rel=1e-3)
 
 
-def test_processes_that_cannot_divide_a_step(corpus: Path, tmp_path: Path) -> None:
-    done = torchrun(*training(corpus, tmp_path, "recent", batch=3))
-    assert done.returncode != 0
-    assert "quality.py: 2 processes want --steps, no --score-targets, and a --batch" in done.stderr
+@pytest.mark.parametrize(
+    ("changed", "local_rank"),
+    [({"steps": None}, "1"), ({"score_targets": "max"}, "1"), ({"batch": 3}, "1"), ({}, "0")],
+)
+def test_processes_that_cannot_divide_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changed: dict[str, Any],
+    local_rank: str,
+) -> None:
+    given: dict[str, Any] = {"device": "cpu", "steps": 3, "score_targets": None, "batch": 4}
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", local_rank)):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        quality.Ranks(argparse.Namespace(**{**given, **changed}))
+    words = "2 processes want --steps, no --score-targets, a --batch divisible by 2, one host"
+    assert f"quality.py: {words}" in capsys.readouterr().err
+
+
+def test_one_process_needs_no_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    options = argparse.Namespace(device="cpu", steps=None, score_targets="max", batch=3)
+    assert quality.Ranks(options).count == 1
