@@ -231,7 +231,9 @@ static void options_of_scores_are_checked(void) {
     REJECTS(prefill, args->scale = -0.5, INVALID("scale", "-0.5"));
     REJECTS(prefill, args->softcap = (double)NAN, INVALID("softcap", "nan"));
     REJECTS(prefill, args->requests = -1, INVALID("requests", "-1", "0 to 2147483647"));
-    REJECTS(prefill, args->requests = 4, INVALID("requests", "is 4", "without index"));
+    REJECTS(prefill, args->requests = 4, FDMA_INVALID_ARGUMENT,
+            {"requests", "is 4", "without index"},
+            1); // a query may have no index yet
     REJECTS(prefill, args->score = args->dt_proj = absent, INVALID("dt_proj", "absent", "score"));
     REJECTS(cache_store, args->bias_form = (fdma_bias_form)7, INVALID("bias_form", "7"));
     REJECTS(cache_store, args->reserved = 3, INVALID("reserved", "3"));
