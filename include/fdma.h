@@ -513,9 +513,9 @@ typedef struct fdma_forward_args {
  *             sum of <q, k> beyond 3e38, and on a device a bias or attn_bias beyond 3e38 * scale
  *             may count as infinite; keys that are not valid or never kept are never read; a row
  *             may be NaN because of NaN or infinity in v of a key that only others of its tile
- *             keep; sums may overflow, although out would be finite,
- *             if |v| * kept keys * w exceeds the largest float32: w, the most that a weight can be,
- *             is 2^11 on the CPU, 2^15 on compute capability 9.0 and 2^8 on other devices
+ *             keep; sums may overflow, although out would be finite, if |v| * kept keys * w exceeds
+ *             the largest float32: w, the most that a weight can be, is 2^11 on the CPU, 2^15 on
+ *             compute capability 9.0 and 2^8 on other devices
  *  Errors     FDMA_INVALID_ARGUMENT also for a scale or softcap that is negative, infinite or NaN,
  *             a scale beyond float32, a dropout below 0 or that rounds to 1, dropout, attn_mask or
  *             attn_bias with carried keys, a selection made for another kv_len or scope, key_valid
@@ -868,8 +868,9 @@ typedef struct fdma_prefill_args {
  *  Formula    fdma_score(), fdma_select() with the cache's table, fdma_forward() with its keys, and
  *             fdma_cache_store(), for each request
  *  Workspace  as fdma_attention() on all tokens with the rows of one sequence as carried keys, or
- *             as fdma_decode(); it serves any starts and index of as many requests. A query takes
- *             NULL for both. It refuses an exec.kernel that has no kernel for long requests
+ *             as fdma_decode(); it serves any starts and index of as many requests.
+ *             fdma_prefill_workspace() takes NULL for both, and refuses an exec.kernel that has no
+ *             kernel for long requests
  *  Edge       a request may have no tokens; rows of out and lse of a skipped request, and from the
  *             last start on, are not written. With missing pages tokens see each other only within
  *             a call, on a device within 64 tokens of it. Requests of few tokens, up to 8 on the
